@@ -21,8 +21,10 @@ import os
 import random
 import sys
 import time
+import warnings
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
@@ -122,25 +124,23 @@ def fail(message):
 def parsed_args(argv=None):
     """The checked arguments of a command line. A bad value ends the program with one line that names the flag."""
     argv = sys.argv[1:] if argv is None else argv
-    for flag, value in zip(argv, argv[1:] + [""], strict=True):
+    for flag, value in pairwise([*argv, ""]):
         name = flag.removeprefix("--").replace("_", "-")
         if isinstance(getattr(Args, name.replace("-", "_"), None), bool) and value.lower() in ("true", "false", "0", "1"):
             fail(f"--{name} takes no value: write --{name} or --no-{name}")
     args = tyro.cli(Args, args=argv)
-    for name in ("num_envs", "num_steps", "num_minibatches", "update_epochs", "lstm_hidden_size", "lstm_layers", "max_seq_len"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            fail(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
-    for name in ("seed", "eval_episodes", "learning_rate", "ent_coef", "vf_coef"):
-        if not 0 <= getattr(args, name) < math.inf:
-            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must not be negative")
-    for name in ("clip_coef", "max_grad_norm", "target_kl"):
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            fail(f"--{name.replace('_', '-')} is {value}: it must be greater than 0")
-    for name in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(args, name) <= 1:
-            fail(f"--{name.replace('_', '-')} is {getattr(args, name)}: it must lie between 0 and 1")
+    rules = [
+        ("at least 1", lambda x: x >= 1, "num_envs num_steps num_minibatches update_epochs max_seq_len lstm_hidden_size lstm_layers"),
+        ("0 to 4294967295", lambda x: 0 <= x < 2**32, "seed"),
+        ("0 or more", lambda x: 0 <= x < math.inf, "eval_episodes learning_rate ent_coef vf_coef"),
+        ("greater than 0", lambda x: x > 0, "clip_coef max_grad_norm target_kl"),
+        ("between 0 and 1", lambda x: 0 <= x <= 1, "gamma gae_lambda"),
+    ]
+    for words, holds, names in rules:
+        for name in names.split():
+            value = getattr(args, name)
+            if value is not None and not holds(value):
+                fail(f"--{name.replace('_', '-')} is {value}: it must be {words}")
     batch_size = args.num_envs * args.num_steps
     if args.total_timesteps < batch_size:
         fail(
@@ -198,7 +198,9 @@ def make_envs(env_id, num_envs):
     """`num_envs` environments side by side, in next-step autoreset: the step after an episode's last one ignores its
     action, pays nothing and returns the next episode's first observation. An id that can't be made ends the program."""
     try:
-        envs = gym.make_vec(env_id, num_envs, vectorization_mode="sync", disable_env_checker=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # an outdated id that can't be made is said below
+            envs = gym.make_vec(env_id, num_envs, vectorization_mode="sync", disable_env_checker=True)
     except gym.error.DependencyNotInstalled as error:
         fail(f"--env-id {env_id} needs a package that is missing: {' '.join(str(error).split())}")
     except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, ModuleNotFoundError) as error:
@@ -244,7 +246,7 @@ def env_action(space, action):
     return np.clip(action.reshape(-1, *space.shape), space.low, space.high)
 
 
-def layer_init(layer, std=math.sqrt(2)):
+def layer_init(layer, std):
     """`layer` with orthogonal weights scaled by `std` and zero biases."""
     nn.init.orthogonal_(layer.weight, std)
     nn.init.zeros_(layer.bias)
@@ -283,30 +285,24 @@ class Agent(nn.Module):
         num_lstms = 2 if args.critic_lstm == "separate" else 1
         self.lstms = nn.ModuleList(lstm_init(nn.LSTM(obs_size, hidden_size, args.lstm_layers)) for _ in range(num_lstms))
         critic_size = obs_size if args.critic_lstm == "none" else hidden_size
-        self.actor = nn.Sequential(layer_init(nn.Linear(hidden_size, 64)), nn.Tanh(), layer_init(nn.Linear(64, action_size), 0.01))
-        self.critic = nn.Sequential(layer_init(nn.Linear(critic_size, 64)), nn.Tanh(), layer_init(nn.Linear(64, 1), 1.0))
+        self.actor = nn.Sequential(layer_init(nn.Linear(hidden_size, 64), 2**0.5), nn.Tanh(), layer_init(nn.Linear(64, action_size), 0.01))
+        self.critic = nn.Sequential(layer_init(nn.Linear(critic_size, 64), 2**0.5), nn.Tanh(), layer_init(nn.Linear(64, 1), 1.0))
         self.logstd = nn.Parameter(torch.zeros(1, action_size)) if continuous else None
-        # CUDA runs packed sequences in one cuDNN call; the CPU's packed loop is 2-7 x slower than a dense padded call (measured).
-        self.packed = torch.cuda.is_available() and args.cuda
-
-        self.register_buffer("obs_mean", torch.zeros(obs_space.shape))
-        self.register_buffer("obs_var", torch.ones(obs_space.shape))
-        self.register_buffer("obs_count", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("return_mean", torch.zeros(()))
-        self.register_buffer("return_var", torch.ones(()))
-        self.register_buffer("return_count", torch.zeros((), dtype=torch.float64))
+        # count, mean and variance of every observation entry, and of the discounted return (float64)
+        self.register_buffer("obs_stats", torch.stack([torch.zeros(obs_space.shape), *2 * [torch.ones(obs_space.shape)]]).double())
+        self.register_buffer("return_stats", torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))
 
     def initial_state(self, num_envs):
         """The state at the start of an episode: zeros (K, 2, layers, N, H)."""
         lstm = self.lstms[0]
-        return self.obs_mean.new_zeros(len(self.lstms), 2, lstm.num_layers, num_envs, lstm.hidden_size)
+        return lstm.weight_hh_l0.new_zeros(len(self.lstms), 2, lstm.num_layers, num_envs, lstm.hidden_size)
 
     def features(self, obs):
         """Observations (n, *shape) of any dtype, normalised and encoded: (n, F)."""
-        obs = obs.to(self.obs_mean.dtype)
         if self.norm_obs:
-            obs = ((obs - self.obs_mean) * (self.obs_var + 1e-8).rsqrt()).clamp(-10, 10)
-        return self.encoder(obs)
+            _, mean, var = self.obs_stats
+            obs = ((obs - mean) / (var + 1e-8).sqrt()).clamp(-10, 10)
+        return self.encoder(obs.to(self.lstms[0].weight_hh_l0.dtype))
 
     def heads(self, features, memories):
         """Policy outputs (n, P) and values (n,) from the features (n, F) and each LSTM's output, K x (n, H)."""
@@ -335,16 +331,18 @@ class Agent(nn.Module):
         (S,) descends, so a step's sequences are always the first ones and this order is PackedSequence's own.
         state (K, 2, layers, S, H) is the state before each sequence. Only real steps enter the encoder, leave the LSTMs and
         reach the heads; what the padding holds (`pad`) changes nothing. The state after the sequences is right if `packed`.
+        CUDA packs (one cuDNN call) and the CPU pads, since its packed loop is 2-7 x slower on mixed lengths (measured).
         """
         features = self.features(obs)  # (n, F)
+        packed = features.is_cuda if packed is None else packed
         steps = torch.arange(int(lengths[0]))[:, None] < torch.as_tensor(lengths)  # (L, S), True where a sequence has a step
-        if not (self.packed if packed is None else packed):
+        if not packed:
             index = steps.flatten().nonzero()[:, 0].to(features.device)  # (n,), the real steps among the L * S
             padded = features.new_full((steps.numel(), features.shape[1]), pad).index_copy(0, index, features)
             padded = padded.view(*steps.shape, -1)  # (L, S, F)
         memories, next_state = [], []
         for lstm, (h, c) in zip(self.lstms, state, strict=True):  # h, c: (layers, S, H)
-            if self.packed if packed is None else packed:
+            if packed:
                 memory, last = lstm(PackedSequence(features, steps.sum(1)), (h, c))
                 memory = memory.data  # (n, H)
             else:
@@ -356,18 +354,16 @@ class Agent(nn.Module):
 
 
 # ----------------------------------------------------------------------------------------------- running statistics
-def update_statistics(mean, var, count, batch):
-    """Merge the rows of `batch` (n, *shape) into the running mean (*shape), variance and count, in place (Chan et al. 1979)."""
-    n = len(batch)
-    if n == 0:
-        return
-    batch = batch.double()
-    batch_mean, batch_var = batch.mean(0), batch.var(0, correction=0)
-    total = count + n
-    delta = batch_mean - mean
-    var.copy_((var * count + batch_var * n + delta**2 * count * n / total) / total)
-    mean.copy_(mean + delta * n / total)
-    count.copy_(total)
+def update_statistics(stats, batch):
+    """Merge the rows of `batch` (n, *shape) into `stats`, the running count, mean and variance (3, *shape), in place
+    (Chan et al. 1979)."""
+    count, mean, var = stats.clone()
+    n, batch = len(batch), batch.double()
+    if n:
+        delta = batch.mean(0) - mean
+        stats[0] = count + n
+        stats[1] = mean + delta * n / (count + n)
+        stats[2] = (var * count + batch.var(0, correction=0) * n + delta**2 * count * n / (count + n)) / (count + n)
 
 
 # ----------------------------------------------------------------------------------------------------------- rollout
@@ -397,14 +393,13 @@ class Carry(NamedTuple):
     state: torch.Tensor  # (K, 2, layers, N, H) before this observation, zero at an episode's start
     episode_return: np.ndarray
     episode_length: np.ndarray
-    discounted_return: np.ndarray  # of the episode so far, for reward scaling
 
 
 def first_carry(envs, agent, seeds):
     """The carry before the first step, after a reset with one seed per environment."""
     n = envs.num_envs
     obs, _ = envs.reset(seed=[int(s) for s in seeds])
-    return Carry(obs, np.zeros(n, bool), agent.initial_state(n), np.zeros(n), np.zeros(n, int), np.zeros(n))
+    return Carry(obs, np.zeros(n, bool), agent.initial_state(n), np.zeros(n), np.zeros(n, int))
 
 
 @torch.no_grad()
@@ -412,7 +407,9 @@ def collect(envs, agent, carry, num_steps):
     """Act for `num_steps`: the rollout, the carry after it, and the ended episodes as (slot, return, length)."""
     N, device = envs.num_envs, carry.state.device
     action_space = envs.single_action_space
-    action_shape, action_dtype = ((), torch.int64) if isinstance(action_space, gym.spaces.Discrete) else ((math.prod(action_space.shape),), None)
+    action_shape, action_dtype = (
+        ((), torch.int64) if isinstance(action_space, gym.spaces.Discrete) else ((math.prod(action_space.shape),), None)
+    )
     next_obs = torch.as_tensor(carry.obs)
     obs = torch.zeros((num_steps, *next_obs.shape), dtype=next_obs.dtype, device=device)
     actions = torch.zeros((num_steps, N, *action_shape), dtype=action_dtype, device=device)
@@ -444,17 +441,19 @@ def collect(envs, agent, carry, num_steps):
     _, values[num_steps], _ = agent.step(next_obs.to(device), state)
 
     rollout = Rollout(obs, actions, logprobs, values, rewards, terminations, truncations, valid, carry.state)
-    return rollout, Carry(raw_obs, done, state, episode_return, episode_length, carry.discounted_return), episodes
+    return rollout, Carry(raw_obs, done, state, episode_return, episode_length), episodes
 
 
-def discounted_returns(rewards, terminations, truncations, valid, last, gamma):
-    """The discounted return of each episode so far, at each slot (T, N), and after the last. `last` (N,) continues the
-    rollout before. Any episode end clears it; a slot that is not valid leaves it zero."""
-    returns = np.zeros_like(rewards)
-    for t in range(len(rewards)):
-        returns[t] = (last * gamma + rewards[t]) * valid[t]
-        last = returns[t] * ~(terminations[t] | truncations[t])
-    return returns, last
+def scaled_rewards(agent, rollout, discounted_return, gamma):
+    """The rewards (T, N) divided by the running std of the discounted return, clipped to +-10, and the discounted return (N,)
+    of each running episode. `discounted_return` (N,) comes from the rollout before. Any episode's end, truncation too, clears
+    it; slots that are not valid are skipped. The statistics are updated first: they do not touch the policy."""
+    returns = np.zeros_like(rollout.rewards)
+    for t in range(len(returns)):
+        returns[t] = (discounted_return * gamma + rollout.rewards[t]) * rollout.valid[t]
+        discounted_return = returns[t] * ~(rollout.terminations[t] | rollout.truncations[t])
+    update_statistics(agent.return_stats, torch.as_tensor(returns[rollout.valid]).to(agent.return_stats.device))
+    return np.clip(rollout.rewards / (agent.return_stats[2].item() + 1e-8) ** 0.5, -10, 10), discounted_return
 
 
 def gae(rewards, values, terminations, truncations, gamma, gae_lambda):
@@ -613,7 +612,8 @@ def update(agent, optimizer, rollout, advantages, args, rng):
     num_valid = int(rollout.valid.sum())
     if num_valid == 0:  # one environment, one step, and that one ignored
         return {"charts/valid_steps": 0}
-    explained = 1 - (b_returns - b_values)[b_valid].var(correction=0) / b_returns[b_valid].var(correction=0)
+    returns_var = b_returns[b_valid].var(correction=0).item()
+    explained = 1 - b_advantages[b_valid].var(correction=0).item() / returns_var if returns_var > 0 else 0.0
     if args.norm_adv and args.norm_adv_scope == "rollout":
         b_advantages[b_valid] = normalised(b_advantages[b_valid])
     sequences = whole_sequences(rollout.valid)
@@ -630,7 +630,7 @@ def update(agent, optimizer, rollout, advantages, args, rng):
         mb_inds, newlogprob, _, _ = evaluate_rows(sequences, np.arange(len(sequences.env)), state)
         ratio_error = ((newlogprob - b_logprobs[mb_inds]).exp() - 1).abs().max()
 
-    sums, steps, cells, kl_stop = torch.zeros(6, device=device), [], 0, False
+    sums, steps, cells = torch.zeros(6, device=device), [], 0
     for _ in range(args.update_epochs):
         pieces, groups = minibatches(sequences, args.batching, args.num_minibatches, args.max_seq_len, rng)
         state = states_before(agent, b_obs, rollout.initial_state, pieces)
@@ -640,7 +640,9 @@ def update(agent, optimizer, rollout, advantages, args, rng):
             mb_advantages = b_advantages[mb_inds]
             if args.norm_adv and args.norm_adv_scope == "minibatch":
                 mb_advantages = normalised(mb_advantages)
-            losses = ppo_losses(args, newlogprob, entropy, newvalue, b_logprobs[mb_inds], b_values[mb_inds], mb_advantages, b_returns[mb_inds])
+            losses = ppo_losses(
+                args, newlogprob, entropy, newvalue, b_logprobs[mb_inds], b_values[mb_inds], mb_advantages, b_returns[mb_inds]
+            )
             pg_loss, v_loss, entropy_sum, _, approx_kl, _ = losses
             # A step weighs the same in a small minibatch as in a large one: the sum is divided by the nominal size.
             size = num_valid / len(groups) if args.loss_norm == "nominal" else len(mb_inds)
@@ -658,14 +660,15 @@ def update(agent, optimizer, rollout, advantages, args, rng):
 
     names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
     metrics = {f"losses/{name}": value / sum(steps) for name, value in zip(names, sums.tolist(), strict=True)}
-    metrics["losses/explained_variance"] = explained.item()
-    metrics["charts/valid_steps"] = num_valid
-    metrics["charts/minibatches"] = len(groups)
-    metrics["charts/minibatch_steps_min"] = min(steps)
-    metrics["charts/minibatch_steps_max"] = max(steps)
-    metrics["charts/padding_fraction"] = 0.0 if agent.packed else 1 - sum(steps) / cells
-    metrics["debug/ratio_error"] = ratio_error.item()
-    return metrics
+    return metrics | {
+        "losses/explained_variance": explained,
+        "charts/valid_steps": num_valid,
+        "charts/minibatches": len(groups),
+        "charts/minibatch_steps_min": min(steps),
+        "charts/minibatch_steps_max": max(steps),
+        "charts/padding_fraction": 0.0 if device.type == "cuda" else 1 - sum(steps) / cells,
+        "debug/ratio_error": ratio_error.item(),
+    }
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation
@@ -721,7 +724,7 @@ def train(args):
 
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    last_returns = deque(maxlen=100)
+    last_returns, discounted_return, warned = deque(maxlen=100), np.zeros(args.num_envs), False
     start_time = last_print = time.time()
     bar = tqdm(total=num_iterations * batch_size, unit=" steps", disable=not sys.stderr.isatty())
     carry = first_carry(envs, agent, np.random.SeedSequence(args.seed).generate_state(args.num_envs) % FIRST_EVAL_SEED)
@@ -738,17 +741,14 @@ def train(args):
             last_returns.append(episodic_return)
 
         update_start = time.time()
-        flags = rollout.terminations, rollout.truncations
-        returns, discounted_return = discounted_returns(rollout.rewards, *flags, rollout.valid, carry.discounted_return, args.gamma)
-        carry = carry._replace(discounted_return=discounted_return)
         rewards = rollout.rewards
         if args.norm_reward:
-            update_statistics(agent.return_mean, agent.return_var, agent.return_count, torch.as_tensor(returns[rollout.valid], device=device))
-            rewards = np.clip(rewards / np.sqrt(agent.return_var.item() + 1e-8), -10, 10)
-        advantages = gae(rewards, rollout.values.cpu().numpy(), *flags, args.gamma, args.gae_lambda)
+            rewards, discounted_return = scaled_rewards(agent, rollout, discounted_return, args.gamma)
+        values = rollout.values.cpu().numpy()
+        advantages = gae(rewards, values, rollout.terminations, rollout.truncations, args.gamma, args.gae_lambda)
         metrics = update(agent, optimizer, rollout, advantages, args, rng)
         if args.norm_obs:  # between iterations only: inside one, the policy that learns must be the policy that acted
-            update_statistics(agent.obs_mean, agent.obs_var, agent.obs_count, rollout.obs[torch.as_tensor(rollout.valid)])
+            update_statistics(agent.obs_stats, rollout.obs[torch.as_tensor(rollout.valid)])
         update_end = time.time()
 
         global_step += batch_size
@@ -757,14 +757,19 @@ def train(args):
         metrics["charts/SPS"] = sps
         metrics["time/collect"] = update_start - collect_start
         metrics["time/update"] = update_end - update_start
+        if metrics.get("charts/minibatches", args.num_minibatches) < args.num_minibatches and not warned:
+            tqdm.write(
+                f"note: fewer sequences than minibatches: {metrics['charts/minibatches']} instead of {args.num_minibatches} an epoch"
+            )
+            warned = True
         for tag, value in metrics.items():
             writer.add_scalar(tag, value, global_step)
         mean_return = f"{np.mean(last_returns):.1f}" if last_returns else "-"
         bar.set_postfix_str(f"return {mean_return}")
         bar.update(batch_size)
         if bar.disable and (update_end - last_print > 5 or iteration + 1 == num_iterations):
-            left = (num_iterations * batch_size - global_step) / max(sps, 1)
-            print(f"step {global_step}/{num_iterations * batch_size}, return {mean_return} (last 100 episodes), {sps} steps/s, {left:.0f} s left", flush=True)
+            left = (bar.total - global_step) / max(sps, 1)
+            print(f"step {global_step}/{bar.total}, return {mean_return} (last 100), {sps} steps/s, {left:.0f} s left", flush=True)
             last_print = update_end
     bar.close()
     envs.close()

@@ -1,0 +1,119 @@
+"""The naive reference: one environment, one step at a time, the LSTM written out gate by gate, states reset by hand."""
+
+from unittest import mock
+
+import numpy as np
+import torch
+
+import ppo_lstm_seq as ppo
+
+
+def args(*flags):
+    return ppo.parsed_args(["--env-id", "Ragged-v0", "--num-envs", "3", "--num-steps", "11", *flags])
+
+
+def make_agent(args, dtype=torch.float32):
+    """An agent whose every parameter is random, so that no output is zero by initialisation."""
+    envs = ppo.make_envs(args.env_id, 1)
+    agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args).to(dtype)
+    for param in agent.parameters():
+        param.data.normal_(0, 0.5)
+    return agent
+
+
+def naive_lstm_step(lstm, x, h, c):
+    """One step of a stack of LSTM layers: x (features,), h and c lists of (H,), one per layer."""
+    h, c = list(h), list(c)
+    for layer in range(lstm.num_layers):
+        w_ih, w_hh, b_ih, b_hh = (getattr(lstm, f"{n}_l{layer}") for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+        i, f, g, o = (w_ih @ x + b_ih + w_hh @ h[layer] + b_hh).split(lstm.hidden_size)
+        c[layer] = f.sigmoid() * c[layer] + i.sigmoid() * g.tanh()
+        h[layer] = o.sigmoid() * c[layer].tanh()
+        x = h[layer]
+    return x, h, c
+
+
+def naive_outputs(agent, obs, valid, initial_state, detach_every=None):
+    """{(t, n): (policy, value, state after)} at the valid slots of a rollout. The state starts from `initial_state`, is zero
+    behind a slot that is not valid, and is detached every `detach_every` steps of a sequence."""
+    outputs = {}
+    for n in range(valid.shape[1]):
+        states = [(list(s[0, :, n]), list(s[1, :, n])) for s in initial_state]
+        age = 0
+        for t in range(len(valid)):
+            if not valid[t, n]:
+                states = [([x * 0 for x in h], [x * 0 for x in c]) for h, c in states]
+                age = 0
+                continue
+            if detach_every and age and age % detach_every == 0:
+                states = [([x.detach() for x in h], [x.detach() for x in c]) for h, c in states]
+            age += 1
+            features = agent.features(obs[t, n][None])
+            memories, after = [], []
+            for lstm, (h, c) in zip(agent.lstms, states, strict=True):
+                out, h, c = naive_lstm_step(lstm, features[0], h, c)
+                memories.append(out[None])
+                after.append((h, c))
+            states = after
+            policy, value = agent.heads(features, memories)
+            state = torch.stack([torch.stack([torch.stack(h), torch.stack(c)]) for h, c in states])  # (K, 2, layers, H)
+            outputs[t, n] = policy[0], value[0], state
+    return outputs
+
+
+def random_valid(T, N, rng, chance=0.25):
+    """Slots (T, N) that are valid, as episode ends at random would leave them: never two invalid ones in a row."""
+    valid = np.ones((T, N), bool)
+    for t in range(T):
+        valid[t] = (rng.random(N) > chance) | (~valid[t - 1] if t else False)
+    return valid
+
+
+def random_rollout(agent, valid, seed=0):
+    """A rollout of random numbers on the given valid slots (T, N), its initial state random where slot 0 is valid."""
+    torch.manual_seed(seed)
+    T, N = valid.shape
+    dtype = agent.lstms[0].weight_hh_l0.dtype
+    state = 0.5 * torch.randn_like(agent.initial_state(N))
+    ended = np.zeros((T, N), bool)
+    ended[:-1] = ~valid[1:]
+    return ppo.Rollout(
+        obs=torch.randn(T, N, *agent.obs_stats.shape[1:], dtype=dtype),
+        actions=torch.randn(T, N, 1, dtype=dtype),
+        logprobs=torch.randn(T, N, dtype=dtype) - 2,
+        values=torch.randn(T + 1, N, dtype=dtype),
+        rewards=np.random.default_rng(seed).normal(size=(T, N)),
+        terminations=ended,
+        truncations=np.zeros((T, N), bool),
+        valid=valid,
+        initial_state=state,
+    )
+
+
+class GradientRecorder:
+    """Stands in for an optimizer: keeps each minibatch's gradient and leaves the weights alone."""
+
+    def __init__(self, agent):
+        self.agent, self.gradients = agent, []
+
+    def zero_grad(self):
+        self.agent.zero_grad()
+
+    def step(self):
+        self.gradients.append(gradient(self.agent))
+
+
+def gradient(agent):
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().clone() for p in agent.parameters()])
+
+
+def relative_error(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def recorded_train(args):
+    """Train, and also return each iteration's metrics of `update`."""
+    metrics, update = [], ppo.update
+    with mock.patch.object(ppo, "update", lambda *x: (metrics.append(update(*x)), dict(metrics[-1]))[1]):
+        agent, eval_returns, run_dir = ppo.train(args)
+    return agent, metrics, eval_returns, run_dir

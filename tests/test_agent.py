@@ -1,0 +1,172 @@
+"""The agent: stepping, whole sequences and the naive loop agree (invariants 3 and 5); actions and their probabilities."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+import ppo_lstm_seq as ppo
+from reference import args, gradient, make_agent, naive_outputs, random_rollout, random_valid, relative_error
+
+VARIANTS = [
+    ("--critic-lstm", "separate"),
+    ("--critic-lstm", "shared"),
+    ("--critic-lstm", "none"),
+    ("--critic-lstm", "separate", "--lstm-layers", "2"),
+]
+
+
+def table_outputs(agent, rollout, pieces, **how):
+    """Policy, value and index of all steps of all pieces, in one call."""
+    b_obs = rollout.obs.flatten(0, 1)
+    state = ppo.states_before(agent, b_obs, rollout.initial_state, pieces)
+    rows, lengths, index = ppo.slots(pieces, np.arange(len(pieces.env)), rollout.valid.shape[1])
+    policy, value, _ = agent.run_sequences(b_obs[index], state[..., rows, :], lengths, **how)
+    return policy, value, index
+
+
+def weighted_sum(policy, value, index):
+    """A loss that gives every output of every slot a weight of its own, so that no two errors cancel."""
+    weight = torch.sin(1.7 * index + 1).double()
+    return (policy * weight[:, None]).sum() + (value * weight.cos()).sum()
+
+
+@pytest.mark.parametrize("flags", VARIANTS, ids=" ".join)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("max_seq_len", [None, 3])
+def test_sequences_give_the_naive_loops_outputs_and_gradient(flags, packed, max_seq_len):
+    """Invariant 5, float64. Fails if a stored state is zeroed, a reset is one step off, a sequence runs into the next one, the
+    state at a cut is wrong, or the gradient does not stop at a cut."""
+    agent = make_agent(args("--lstm-hidden-size", "5", *flags), torch.float64)
+    valid = random_valid(11, 3, np.random.default_rng(3))
+    assert len(ppo.whole_sequences(valid).env) > 4
+    rollout = random_rollout(agent, valid)
+    pieces, _ = ppo.minibatches(ppo.whole_sequences(valid), "whole-seq", 1, max_seq_len, np.random.default_rng(0))
+    policy, value, index = table_outputs(agent, rollout, pieces, packed=packed)
+    weighted_sum(policy, value, index).backward()
+    grad = gradient(agent)
+
+    naive = naive_outputs(agent, rollout.obs, valid, rollout.initial_state, detach_every=max_seq_len)
+    slots = [(int(i) // 3, int(i) % 3) for i in index]
+    naive_policy, naive_value = (torch.stack([naive[s][k] for s in slots]) for k in (0, 1))
+    agent.zero_grad()
+    weighted_sum(naive_policy, naive_value, index).backward()
+    assert relative_error(policy, naive_policy) < 1e-10 and relative_error(value, naive_value) < 1e-10
+    assert relative_error(grad, gradient(agent)) < 1e-10
+
+
+@pytest.mark.parametrize("flags", VARIANTS, ids=" ".join)
+def test_stepping_gives_the_naive_loops_outputs_and_states(flags):
+    agent = make_agent(args("--lstm-hidden-size", "5", *flags), torch.float64)
+    rollout = random_rollout(agent, np.ones((6, 3), bool))
+    naive = naive_outputs(agent, rollout.obs, rollout.valid, rollout.initial_state)
+    state = rollout.initial_state
+    for t in range(6):
+        policy, value, state = agent.step(rollout.obs[t], state)
+        for n in range(3):
+            for ours, theirs in zip((policy[n], value[n], state[..., n, :]), naive[t, n], strict=True):
+                assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_the_state_behind_a_cut_is_the_one_the_naive_loop_has_there():
+    agent = make_agent(args("--lstm-hidden-size", "5"), torch.float64)
+    valid = random_valid(11, 3, np.random.default_rng(3), chance=0.1)
+    rollout = random_rollout(agent, valid)
+    pieces, _ = ppo.minibatches(ppo.whole_sequences(valid), "fixed-size", 7, 4, np.random.default_rng(0))
+    assert pieces.piece.max() >= 2
+    state = ppo.states_before(agent, rollout.obs.flatten(0, 1), rollout.initial_state, pieces)
+    naive = naive_outputs(agent, rollout.obs, valid, rollout.initial_state)
+    for i in np.flatnonzero(pieces.piece):
+        assert torch.allclose(state[..., i, :], naive[pieces.start[i] - 1, pieces.env[i]][2], rtol=1e-10, atol=1e-12)
+
+
+def test_what_the_padding_holds_changes_nothing():
+    """Invariant 3: fails if padded steps reach the heads or the loss."""
+    agent = make_agent(args("--lstm-hidden-size", "5"), torch.float64)
+    rollout = random_rollout(agent, random_valid(11, 3, np.random.default_rng(3)))
+    pieces = ppo.whole_sequences(rollout.valid)
+    assert len(set(pieces.length)) > 2
+    results = []
+    for pad in (0.0, 1e6, -3.0):
+        agent.zero_grad()
+        policy, value, index = table_outputs(agent, rollout, pieces, packed=False, pad=pad)
+        weighted_sum(policy, value, index).backward()
+        results.append((policy, value, gradient(agent)))
+    for result in results[1:]:
+        assert all(torch.equal(ours, first) for ours, first in zip(result, results[0], strict=True))
+
+
+def test_one_environments_observations_do_not_reach_another():
+    agent = make_agent(args())
+    rollout = random_rollout(agent, np.ones((11, 3), bool))
+    changed = rollout._replace(obs=rollout.obs.clone())
+    changed.obs[:, 0] += 1
+    pieces = ppo.whole_sequences(rollout.valid)
+    (before, _, index), (after, _, _) = (table_outputs(agent, r, pieces) for r in (rollout, changed))
+    same = index % 3 != 0
+    assert torch.equal(before[same], after[same]) and not torch.isclose(before[~same], after[~same])[:, 0].any()
+
+
+def test_gaussian_log_probability_and_entropy_are_summed_over_a_steps_actions():
+    space = gym.spaces.Box(-1, 1, (2, 3), np.float32)
+    policy, action = torch.randn(4, 12), torch.randn(4, 6)
+    logprob, entropy = ppo.logprob_and_entropy(space, policy, action)
+    normal = torch.distributions.Normal(policy[:, :6], policy[:, 6:].exp())
+    assert torch.allclose(logprob, normal.log_prob(action).sum(-1), rtol=1e-5)
+    assert torch.allclose(entropy, normal.entropy().sum(-1), rtol=1e-5)
+    torch.manual_seed(3)
+    draws = ppo.sampled_action(space, policy[:1].expand(20000, -1))
+    assert torch.allclose(draws.mean(0), policy[0, :6], atol=0.1) and torch.allclose(draws.std(0), policy[0, 6:].exp(), rtol=0.05)
+    assert torch.equal(ppo.sampled_action(space, policy, deterministic=True), policy[:, :6])
+
+
+def test_discrete_log_probability_entropy_and_frequencies():
+    space = gym.spaces.Discrete(3, start=5)
+    policy, action = torch.randn(4, 3), torch.tensor([0, 2, 1, 2])
+    logprob, entropy = ppo.logprob_and_entropy(space, policy, action)
+    categorical = torch.distributions.Categorical(logits=policy)
+    assert torch.allclose(logprob, categorical.log_prob(action)) and torch.allclose(entropy, categorical.entropy())
+    draws = ppo.sampled_action(space, policy[:1].expand(20000, -1))
+    assert torch.allclose(torch.bincount(draws) / 20000, categorical.probs[0], atol=0.02)
+    assert torch.equal(ppo.sampled_action(space, policy, deterministic=True), policy.argmax(-1))
+    assert ppo.env_action(space, action).tolist() == [5, 7, 6, 7]
+
+
+def test_actions_are_clipped_for_the_environment_only():
+    envs = ppo.make_envs("Pendulum-v1", 3)
+    agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args())
+    agent.logstd.data.fill_(3.0)  # a std of 20 against bounds of +-2
+    sent, step = [], envs.step
+    envs.step = lambda action: (sent.append(action), step(action))[1]
+    rollout, _, _ = ppo.collect(envs, agent, ppo.first_carry(envs, agent, range(3)), 20)
+    raw = rollout.actions.numpy()
+    assert np.abs(raw).max() > 10
+    assert np.array_equal(np.stack(sent), raw.clip(-2, 2))
+
+
+def test_observations_are_normalised_by_running_statistics_and_clipped():
+    agent = make_agent(args())
+    data = np.random.default_rng(0).normal(50, 4, (1000, 2)).astype(np.float32)
+    for part in np.split(data, [10, 400]):
+        ppo.update_statistics(agent.obs_stats, torch.as_tensor(part))
+    assert np.allclose(agent.obs_stats[1], data.mean(0)) and np.allclose(agent.obs_stats[2], data.var(0))
+    assert agent.obs_stats[0].tolist() == [1000, 1000]
+    features = agent.features(torch.as_tensor(np.array([data.mean(0) + data.std(0), [1e9, -1e9]])))
+    assert torch.allclose(features, torch.tensor([[1.0, 1.0], [10.0, -10.0]]), atol=1e-3)
+    before = agent.obs_stats.clone()
+    ppo.update_statistics(agent.obs_stats, torch.zeros(0, 2))
+    assert torch.equal(before, agent.obs_stats)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_packed_gives_the_cpus_padded_gradient():
+    rollout = random_rollout(make_agent(args()), random_valid(11, 3, np.random.default_rng(3)))
+    gradients = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(1)
+        agent = make_agent(args()).to(device)
+        moved = rollout._replace(obs=rollout.obs.to(device), initial_state=rollout.initial_state.to(device))
+        policy, value, index = table_outputs(agent, moved, ppo.whole_sequences(rollout.valid))
+        weighted_sum(policy, value, index.to(device)).backward()
+        gradients.append(gradient(agent).cpu())
+    assert relative_error(*gradients) < 1e-4

@@ -405,53 +405,40 @@ def first_carry(envs, agent, seeds):
 @torch.no_grad()
 def collect(envs, agent, carry, num_steps):
     """Act for `num_steps`: the rollout, the carry after it, and the ended episodes as (slot, return, length)."""
-    N, device = envs.num_envs, carry.state.device
     action_space = envs.single_action_space
-    action_shape, action_dtype = (
-        ((), torch.int64) if isinstance(action_space, gym.spaces.Discrete) else ((math.prod(action_space.shape),), None)
-    )
-    next_obs = torch.as_tensor(carry.obs)
-    obs = torch.zeros((num_steps, *next_obs.shape), dtype=next_obs.dtype, device=device)
-    actions = torch.zeros((num_steps, N, *action_shape), dtype=action_dtype, device=device)
-    logprobs = torch.zeros((num_steps, N), device=device)
-    values = torch.zeros((num_steps + 1, N), device=device)
-    rewards = np.zeros((num_steps, N))
-    terminations, truncations, valid = np.zeros((3, num_steps, N), bool)
-    done, state = carry.done, carry.state
-    episode_return, episode_length = carry.episode_return.copy(), carry.episode_length.copy()
-    episodes = []
-
+    next_obs, done, state, episode_return, episode_length = carry
+    episode_return, episode_length = episode_return.copy(), episode_length.copy()
+    slots, episodes = [], []
     for t in range(num_steps):
-        obs[t] = next_obs
-        valid[t] = ~done
-        policy, values[t], state = agent.step(obs[t], state)
-        actions[t] = sampled_action(action_space, policy)
-        logprobs[t], _ = logprob_and_entropy(action_space, policy, actions[t])
+        obs = torch.as_tensor(next_obs).to(state.device)
+        policy, value, state = agent.step(obs, state)
+        action = sampled_action(action_space, policy)
+        logprob, _ = logprob_and_entropy(action_space, policy, action)
+        next_obs, reward, termination, truncation, _ = envs.step(env_action(action_space, action))
+        slots.append((obs, action, logprob, value, reward, termination, truncation, ~done))
+        episode_return += reward
+        episode_length += ~done
         if done.any():  # this slot's observation was a final one, so the next slot starts an episode
             state[..., torch.as_tensor(done), :] = 0
-        raw_obs, rewards[t], terminations[t], truncations[t], _ = envs.step(env_action(action_space, actions[t]))
-        next_obs = torch.as_tensor(raw_obs)
-        done = terminations[t] | truncations[t]
-
-        episode_return += rewards[t]
-        episode_length += valid[t]
+        done = termination | truncation
         for i in np.flatnonzero(done):
             episodes.append((t, episode_return[i], episode_length[i]))
             episode_return[i], episode_length[i] = 0, 0
-    _, values[num_steps], _ = agent.step(next_obs.to(device), state)
+    _, last_value, _ = agent.step(torch.as_tensor(next_obs).to(state.device), state)
 
-    rollout = Rollout(obs, actions, logprobs, values, rewards, terminations, truncations, valid, carry.state)
-    return rollout, Carry(raw_obs, done, state, episode_return, episode_length), episodes
+    obs, actions, logprobs, values, *flags = zip(*slots, strict=True)
+    tensors = torch.stack(obs), torch.stack(actions), torch.stack(logprobs), torch.stack([*values, last_value])
+    rollout = Rollout(*tensors, *map(np.stack, flags), initial_state=carry.state)
+    return rollout, Carry(next_obs, done, state, episode_return, episode_length), episodes
 
 
 def scaled_rewards(agent, rollout, discounted_return, gamma):
     """The rewards (T, N) divided by the running std of the discounted return, clipped to +-10, and the discounted return (N,)
-    of each running episode. `discounted_return` (N,) comes from the rollout before. Any episode's end, truncation too, clears
-    it; slots that are not valid are skipped. The statistics are updated first: they do not touch the policy."""
+    of each running episode. `discounted_return` (N,) comes from the rollout before; the slot behind an episode's end, which is
+    not valid, clears it, after a truncation too. The statistics are updated first: they do not touch the policy."""
     returns = np.zeros_like(rollout.rewards)
     for t in range(len(returns)):
-        returns[t] = (discounted_return * gamma + rollout.rewards[t]) * rollout.valid[t]
-        discounted_return = returns[t] * ~(rollout.terminations[t] | rollout.truncations[t])
+        returns[t] = discounted_return = (discounted_return * gamma + rollout.rewards[t]) * rollout.valid[t]
     update_statistics(agent.return_stats, torch.as_tensor(returns[rollout.valid]).to(agent.return_stats.device))
     return np.clip(rollout.rewards / (agent.return_stats[2].item() + 1e-8) ** 0.5, -10, 10), discounted_return
 

@@ -1,0 +1,153 @@
+"""Speed, side by side: `python benchmarks/speed.py {peers,costs}`. Compare ratios, not seconds: the contestants take turns in one
+process, and each figure is a median. `peers` needs `pip install sb3-contrib`."""
+
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import ppo_lstm_seq as ppo
+
+# RL Zoo's PendulumNoVel-v1 settings, less its state-dependent exploration, which only costs time there
+COMMON = ["--env-id", "PendulumNoVel-v1", "--eval-episodes", "0", "--critic-lstm", "separate", "--lstm-hidden-size", "64"]
+COMMON += ["--update-epochs", "10", "--gamma", "0.9", "--gae-lambda", "0.95"]
+ROUNDS = 3
+
+
+def our_rollout_seconds(flags, rollouts=4):
+    """Wall-clock seconds from one rollout's log entry to the next: acting, learning, logging."""
+    args = ppo.parsed_args([*COMMON, *flags])
+    args.total_timesteps = rollouts * args.num_envs * args.num_steps
+    _, _, run_dir = ppo.train(args)
+    events = EventAccumulator(run_dir, size_guidance={"scalars": 0})
+    events.Reload()
+    return np.diff([e.wall_time for e in events.Scalars("charts/SPS")]).tolist()
+
+
+def contrib_model(num_envs, num_steps, batch_size):
+    """Stable-Baselines3-contrib's RecurrentPPO at RL Zoo's settings: two LSTM(64), a [64] head each, observations and rewards
+    normalised."""
+    from sb3_contrib import RecurrentPPO
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    envs = VecNormalize(make_vec_env(lambda: gym.make("PendulumNoVel-v1"), n_envs=num_envs), gamma=0.9)
+    heads = {"pi": [64], "vf": [64]}
+    network = {
+        "ortho_init": False,
+        "activation_fn": torch.nn.ReLU,
+        "lstm_hidden_size": 64,
+        "enable_critic_lstm": True,
+        "net_arch": heads,
+    }
+    settings = {"batch_size": batch_size, "n_epochs": 10, "gamma": 0.9, "gae_lambda": 0.95, "learning_rate": 1e-3}
+    return RecurrentPPO("MlpLstmPolicy", envs, n_steps=num_steps, policy_kwargs=network, device="cpu", seed=1, **settings)
+
+
+def contrib_rollout_seconds(model):
+    start = time.perf_counter()
+    model.learn(model.n_envs * model.n_steps, reset_num_timesteps=False)
+    return time.perf_counter() - start
+
+
+def peers():
+    """Environment steps per second against RecurrentPPO, at RL Zoo's sizes and at equal gradient steps."""
+    for num_envs, num_steps, batch_size, ours in (
+        (4, 1024, 128, [("whole-seq", 4), ("fixed-size", 32)]),
+        (16, 128, 512, [("whole-seq", 4), ("fixed-size", 4), ("env-split", 4)]),
+    ):
+        steps = num_envs * num_steps
+        model = contrib_model(num_envs, num_steps, batch_size)
+        theirs, seconds = [], {o: [] for o in ours}
+        for _ in range(ROUNDS):
+            for batching, num_minibatches in ours:
+                flags = ["--num-envs", num_envs, "--num-steps", num_steps, "--num-minibatches", num_minibatches, "--batching", batching]
+                seconds[batching, num_minibatches] += our_rollout_seconds([str(f) for f in flags])
+            theirs.append(contrib_rollout_seconds(model))
+        base = statistics.median(theirs)
+        print(
+            f"{num_envs} envs x {num_steps}: RecurrentPPO, batch {batch_size} ({steps // batch_size} minibatches): {steps / base:.0f} steps/s"
+        )
+        for (batching, num_minibatches), values in seconds.items():
+            ours_median = statistics.median(values)
+            print(f"    {batching}, {num_minibatches} minibatches: {steps / ours_median:.0f} steps/s, {base / ours_median:.1f} x")
+
+
+def bare_seconds(agent, shapes):
+    """Forward and backward of the agent's LSTMs and heads alone, over dense batches (L, S) of as many steps: `shapes` holds each
+    minibatch's (steps, sequences)."""
+    lstm = agent.lstms[0]
+    batches = [torch.randn(max(1, round(n / s)), s, lstm.input_size) for n, s in shapes]
+    start = time.perf_counter()
+    for x in batches:
+        agent.zero_grad()
+        memories = [lstm(x)[0].flatten(0, 1) for lstm in agent.lstms]
+        (agent.actor(memories[0]).sum() + agent.critic(memories[-1]).sum()).backward()
+    return time.perf_counter() - start
+
+
+def costs(flags):
+    """What lies around the unavoidable: `time/update` against the bare forward and backward of the same LSTMs and heads over the valid
+    steps in one dense batch a minibatch, and `time/collect` against stepping the same environments with fixed actions."""
+    args = ppo.parsed_args(["--eval-episodes", "0", *flags])
+    torch.manual_seed(1)
+    rng = np.random.default_rng(1)
+    envs, idle_envs = (ppo.make_envs(args.env_id, args.num_envs) for _ in range(2))
+    idle_envs.reset(seed=1)
+    action = idle_envs.action_space.sample()
+    agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    carry, discounted_return = ppo.first_carry(envs, agent, range(args.num_envs)), np.zeros(args.num_envs)
+    shapes, run_sequences = [], agent.run_sequences
+
+    def recording(obs, state, lengths, **how):
+        if torch.is_grad_enabled():
+            shapes.append((len(obs), len(lengths)))
+        return run_sequences(obs, state, lengths, **how)
+
+    agent.run_sequences = recording
+    update_ratios, collect_ratios = [], []
+    for iteration in range(16):
+        start = time.perf_counter()
+        rollout, carry, _ = ppo.collect(envs, agent, carry, args.num_steps)
+        collected = time.perf_counter()
+        shapes.clear()
+        rewards, discounted_return = ppo.scaled_rewards(agent, rollout, discounted_return, args.gamma)
+        advantages = ppo.gae(rewards, rollout.values.numpy(), rollout.terminations, rollout.truncations, args.gamma, args.gae_lambda)
+        metrics = ppo.update(agent, optimizer, rollout, advantages, args, rng)
+        ppo.update_statistics(agent.obs_stats, rollout.obs[torch.as_tensor(rollout.valid)])
+        updated = time.perf_counter()
+        bare = bare_seconds(agent, shapes)
+        idle = time.perf_counter()
+        for _ in range(args.num_steps):
+            idle_envs.step(action)
+        idle = time.perf_counter() - idle
+        if iteration:
+            update_ratios.append((updated - collected) / bare)
+            collect_ratios.append((collected - start) / idle)
+            print(
+                f"    update {updated - collected:.3f} s, bare {bare:.3f} s; collect {collected - start:.3f} s, environments alone "
+                f"{idle:.3f} s; padding {metrics['charts/padding_fraction']:.2f}"
+            )
+    print(
+        f"{args.env_id}, {args.num_envs} x {args.num_steps}, {args.batching}, {args.num_minibatches} minibatches: medians of 15 iterations:"
+    )
+    print(f"    time/update = {statistics.median(update_ratios):.2f} x the bare forward + backward")
+    print(f"    time/collect = {statistics.median(collect_ratios):.2f} x stepping the environments")
+
+
+if __name__ == "__main__":
+    script, what, *flags = sys.argv
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        import os
+
+        os.chdir(folder)
+        peers() if what == "peers" else costs(flags)

@@ -534,8 +534,7 @@ def minibatches(sequences, batching, num_minibatches, max_seq_len, rng):
     elif batching == "fixed-size":
         group = np.searchsorted(edges, np.cumsum(pieces.length) - pieces.length, side="right") - 1
     else:
-        envs = np.unique(sequences.env)
-        group = rng.permutation(max(envs) + 1)[pieces.env] % num_minibatches
+        group = rng.permutation(pieces.env.max() + 1)[pieces.env] % num_minibatches
     rows = [np.flatnonzero(group == g) for g in range(num_minibatches)]
     return pieces, [r for r in rows if len(r)]
 

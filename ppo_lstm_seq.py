@@ -239,11 +239,15 @@ def logprob_and_entropy(space, policy, action):
 
 
 def env_action(space, action):
-    """The sampled actions as numpy, as the environments take them: a Box's are clipped to its bounds, here only."""
+    """The sampled actions as numpy, as the environments take them. Of a bounded Box, -1 and 1 mean the bounds, so that the
+    initial std of 1 explores a wide Box too; actions are clipped to the bounds here only."""
     action = action.cpu().numpy()
     if isinstance(space, gym.spaces.Discrete):
         return action + space.start
-    return np.clip(action.reshape(-1, *space.shape), space.low, space.high)
+    bounded = (space.low > -1e30) & (space.high < 1e30)  # float32's largest number is a bound in name only
+    low, high = np.where(bounded, space.low, -1.0), np.where(bounded, space.high, 1.0)
+    action = (high + low) / 2 + (high - low) / 2 * action.reshape(-1, *space.shape)
+    return np.clip(action, space.low, space.high).astype(space.dtype)
 
 
 def layer_init(layer, std):

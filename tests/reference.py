@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 import ppo_lstm_seq as ppo
+import toy_envs  # noqa: F401
 
 
 def args(*flags):

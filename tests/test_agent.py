@@ -141,7 +141,7 @@ def test_actions_are_clipped_for_the_environment_only():
     rollout, _, _ = ppo.collect(envs, agent, ppo.first_carry(envs, agent, range(3)), 20)
     raw = rollout.actions.numpy()
     assert np.abs(raw).max() > 10
-    assert np.array_equal(np.stack(sent), raw.clip(-2, 2))
+    assert np.allclose(np.stack(sent), (2 * raw).clip(-2, 2))  # in units of the bounds
 
 
 def test_observations_are_normalised_by_running_statistics_and_clipped():
@@ -170,3 +170,11 @@ def test_cuda_packed_gives_the_cpus_padded_gradient():
         weighted_sum(policy, value, index.to(device)).backward()
         gradients.append(gradient(agent).cpu())
     assert relative_error(*gradients) < 1e-4
+
+
+def test_actions_are_in_units_of_the_bounds_where_there_are_any():
+    low, high = np.array([-2, -np.inf, -1e4, -3e38], np.float32), np.array([0.5, np.inf, 3e4, 3e38], np.float32)
+    space = gym.spaces.Box(low, high)
+    actions = torch.tensor([[-1.0, -1, -1, -1], [1, 1, 1, 1], [0, 0, 0, 0], [9, 9, 9, 9]])
+    expected = [[-2, -1, -1e4, -1], [0.5, 1, 3e4, 1], [-0.75, 0, 1e4, 0], [0.5, 9, 3e4, 9]]
+    assert ppo.env_action(space, actions).tolist() == expected

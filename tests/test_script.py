@@ -20,7 +20,6 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo_lstm_seq as ppo
-import toy_envs  # noqa: F401
 from reference import args, make_agent, recorded_train
 
 ROOT = Path(__file__).parent.parent

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 import ppo_lstm_seq as ppo
-import toy_envs  # noqa: F401
 from reference import (
     GradientRecorder,
     args,

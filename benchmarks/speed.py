@@ -72,9 +72,7 @@ def peers():
                 seconds[batching, num_minibatches] += our_rollout_seconds([str(f) for f in flags])
             theirs.append(contrib_rollout_seconds(model))
         base = statistics.median(theirs)
-        print(
-            f"{num_envs} envs x {num_steps}: RecurrentPPO, batch {batch_size} ({steps // batch_size} minibatches): {steps / base:.0f} steps/s"
-        )
+        print(f"{num_envs} envs x {num_steps}: RecurrentPPO, batches of {batch_size}: {steps / base:.0f} steps/s")
         for (batching, num_minibatches), values in seconds.items():
             ours_median = statistics.median(values)
             print(f"    {batching}, {num_minibatches} minibatches: {steps / ours_median:.0f} steps/s, {base / ours_median:.1f} x")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ppo_lstm_seq as ppo
+import toy_envs
 from reference import GradientRecorder, args, make_agent
 
 

@@ -24,6 +24,7 @@ import time
 import warnings
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -57,7 +58,7 @@ class Args:
     wandb_entity: str | None = None
     """the Weights & Biases team or user"""
     eval_episodes: int = 100
-    """episodes of the deterministic evaluation at the end, on seeds that training never uses (0: none)"""
+    """episodes of the deterministic evaluation at the end, on seeds that training never uses (0: none, for tasks that never end)"""
 
     # Algorithm specific arguments
     env_id: str = "PendulumNoVel-v1"
@@ -82,7 +83,7 @@ class Args:
     num_minibatches: int = 4
     """minibatches, and so gradient steps, per epoch"""
     max_seq_len: int | None = None
-    """cut longer sequences to this many steps (truncated backpropagation; the state at the cut is rebuilt)"""
+    """cut longer sequences to this many steps (truncated backpropagation; the state at the cut is rebuilt); slow far below --num-steps"""
     update_epochs: int = 10
     """passes over each rollout"""
     norm_adv: bool = True
@@ -124,9 +125,10 @@ def fail(message):
 def parsed_args(argv=None):
     """The checked arguments of a command line. A bad value ends the program with one line that names the flag."""
     argv = sys.argv[1:] if argv is None else argv
-    for flag, value in pairwise([*argv, ""]):
-        name = flag.removeprefix("--").replace("_", "-")
-        if isinstance(getattr(Args, name.replace("-", "_"), None), bool) and value.lower() in ("true", "false", "0", "1"):
+    for flag, following in pairwise([*argv, ""]):
+        name, _, value = flag.removeprefix("--").removeprefix("no-").replace("_", "-").partition("=")
+        given = (value or following).lower() in ("true", "false", "yes", "no", "on", "off", "0", "1")
+        if given and isinstance(getattr(Args, name.replace("-", "_"), None), bool):
             fail(f"--{name} takes no value: write --{name} or --no-{name}")
     args = tyro.cli(Args, args=argv)
     rules = [
@@ -143,17 +145,13 @@ def parsed_args(argv=None):
                 fail(f"--{name.replace('_', '-')} is {value}: it must be {words}")
     batch_size = args.num_envs * args.num_steps
     if args.total_timesteps < batch_size:
-        fail(
-            f"--total-timesteps is {args.total_timesteps}, less than one rollout of --num-envs x --num-steps = {batch_size}: "
-            "raise it, or lower one of the two"
-        )
+        rollout = f"one rollout of --num-envs x --num-steps = {batch_size}"
+        fail(f"--total-timesteps is {args.total_timesteps}, less than {rollout}: raise it, or lower one of the two")
     if args.num_minibatches > batch_size:
         fail(f"--num-minibatches is {args.num_minibatches}, but a rollout has only {batch_size} steps: lower it")
     if args.batching == "env-split" and args.num_envs % args.num_minibatches:
-        fail(
-            f"--batching env-split deals {args.num_envs} environments to {args.num_minibatches} minibatches: "
-            "make --num-envs a multiple of --num-minibatches"
-        )
+        deal = f"--batching env-split deals {args.num_envs} environments to {args.num_minibatches} minibatches"
+        fail(f"{deal}: make --num-envs a multiple of --num-minibatches")
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track needs Weights & Biases: pip install wandb")
     return args
@@ -173,25 +171,24 @@ NO_VEL = {
 FIRST_EVAL_SEED = 2**30
 
 
-def masked(obs, hidden):
-    """A copy of one observation with the entries `hidden` set to zero."""
+def register_no_vel():
+    """Register the tasks of NO_VEL: the task itself, behind a wrapper that zeroes the entries."""
+    for no_vel_id, (base_id, entries) in NO_VEL.items():
+        base, mask = gym.spec(base_id), {"func": partial(masked, entries=entries), "observation_space": None}
+        wrapper = WrapperSpec("NoVel", "gymnasium.wrappers:TransformObservation", mask)
+        same = {name: getattr(base, name) for name in ("entry_point", "kwargs", "max_episode_steps", "reward_threshold")}
+        if no_vel_id not in gym.registry:
+            gym.register(no_vel_id, additional_wrappers=(wrapper,), **same)
+
+
+def masked(obs, entries):
+    """A copy of one observation with some entries set to zero."""
     obs = obs.copy()
-    obs[hidden] = 0
+    obs[entries] = 0
     return obs
 
 
-for no_vel_id, (base_id, hidden) in NO_VEL.items():
-    if base_id in gym.registry and no_vel_id not in gym.registry:
-        base = gym.spec(base_id)
-        mask = {"func": lambda obs, hidden=hidden: masked(obs, hidden), "observation_space": None}
-        gym.register(
-            no_vel_id,
-            entry_point=base.entry_point,
-            kwargs=base.kwargs,
-            max_episode_steps=base.max_episode_steps,
-            reward_threshold=base.reward_threshold,
-            additional_wrappers=(WrapperSpec("NoVel", "gymnasium.wrappers:TransformObservation", mask),),
-        )
+register_no_vel()
 
 
 def make_envs(env_id, num_envs):
@@ -203,11 +200,10 @@ def make_envs(env_id, num_envs):
             envs = gym.make_vec(env_id, num_envs, vectorization_mode="sync", disable_env_checker=True)
     except gym.error.DependencyNotInstalled as error:
         fail(f"--env-id {env_id} needs a package that is missing: {' '.join(str(error).split())}")
-    except (gym.error.UnregisteredEnv, gym.error.DeprecatedEnv, ModuleNotFoundError) as error:
-        close = difflib.get_close_matches(env_id, gym.registry, n=3)
-        fail(f"--env-id {env_id}: {' '.join(str(error).split())}" + (f" Close matches: {', '.join(close)}." if close else ""))
-    if envs.metadata["autoreset_mode"] is not AutoresetMode.NEXT_STEP:
-        fail(f"--env-id {env_id} does not reset on the next step (its mode: {envs.metadata['autoreset_mode']}): use another vectorisation")
+    except (gym.error.Error, ImportError, ValueError) as error:
+        close = [] if env_id in gym.registry else difflib.get_close_matches(env_id, gym.registry, n=3)
+        fail(f"--env-id {env_id!r}: {' '.join(str(error).split())}" + (f" Close matches: {', '.join(close)}." if close else ""))
+    assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
         fail(f"--env-id {env_id} has observations of type {type(envs.single_observation_space).__name__}: only Box is supported")
     if not isinstance(envs.single_action_space, (gym.spaces.Box, gym.spaces.Discrete)):
@@ -247,7 +243,8 @@ def env_action(space, action):
     bounded = (space.low > -1e30) & (space.high < 1e30)  # float32's largest number is a bound in name only
     low, high = np.where(bounded, space.low, -1.0), np.where(bounded, space.high, 1.0)
     action = (high + low) / 2 + (high - low) / 2 * action.reshape(-1, *space.shape)
-    return np.clip(action, space.low, space.high).astype(space.dtype)
+    action = np.clip(action, space.low, space.high)
+    return (np.rint(action) if space.dtype.kind in "iu" else action).astype(space.dtype)
 
 
 def layer_init(layer, std):
@@ -281,19 +278,18 @@ class Agent(nn.Module):
         super().__init__()
         self.action_space, self.norm_obs, self.critic_lstm = action_space, args.norm_obs, args.critic_lstm
         hidden_size = args.lstm_hidden_size
-        obs_size = math.prod(obs_space.shape)
         continuous = isinstance(action_space, gym.spaces.Box)
         action_size = math.prod(action_space.shape) if continuous else int(action_space.n)
 
-        self.encoder = nn.Flatten()  # (n, D); the LSTMs read the normalised observation itself
+        self.encoder, feature_size = nn.Identity(), math.prod(obs_space.shape)  # (n, D) -> (n, F), here the same
         num_lstms = 2 if args.critic_lstm == "separate" else 1
-        self.lstms = nn.ModuleList(lstm_init(nn.LSTM(obs_size, hidden_size, args.lstm_layers)) for _ in range(num_lstms))
-        critic_size = obs_size if args.critic_lstm == "none" else hidden_size
+        self.lstms = nn.ModuleList(lstm_init(nn.LSTM(feature_size, hidden_size, args.lstm_layers)) for _ in range(num_lstms))
+        critic_size = feature_size if args.critic_lstm == "none" else hidden_size
         self.actor = nn.Sequential(layer_init(nn.Linear(hidden_size, 64), 2**0.5), nn.Tanh(), layer_init(nn.Linear(64, action_size), 0.01))
         self.critic = nn.Sequential(layer_init(nn.Linear(critic_size, 64), 2**0.5), nn.Tanh(), layer_init(nn.Linear(64, 1), 1.0))
         self.logstd = nn.Parameter(torch.zeros(1, action_size)) if continuous else None
         # count, mean and variance of every observation entry, and of the discounted return (float64)
-        self.register_buffer("obs_stats", torch.stack([torch.zeros(obs_space.shape), *2 * [torch.ones(obs_space.shape)]]).double())
+        self.register_buffer("obs_stats", torch.stack([torch.full(obs_space.shape, x).double() for x in (0.0, 0.0, 1.0)]))
         self.register_buffer("return_stats", torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))
 
     def initial_state(self, num_envs):
@@ -306,7 +302,7 @@ class Agent(nn.Module):
         if self.norm_obs:
             _, mean, var = self.obs_stats
             obs = ((obs - mean) / (var + 1e-8).sqrt()).clamp(-10, 10)
-        return self.encoder(obs.to(self.lstms[0].weight_hh_l0.dtype))
+        return self.encoder(obs.reshape(len(obs), -1).to(self.lstms[0].weight_hh_l0.dtype))
 
     def heads(self, features, memories):
         """Policy outputs (n, P) and values (n,) from the features (n, F) and each LSTM's output, K x (n, H)."""
@@ -334,7 +330,7 @@ class Agent(nn.Module):
         obs (n, *shape) holds the steps of S sequences, time-major: step 0 of each, then step 1 of each, ...; `lengths`
         (S,) descends, so a step's sequences are always the first ones and this order is PackedSequence's own.
         state (K, 2, layers, S, H) is the state before each sequence. Only real steps enter the encoder, leave the LSTMs and
-        reach the heads; what the padding holds (`pad`) changes nothing. The state after the sequences is right if `packed`.
+        reach the heads; what the padding holds (`pad`) changes nothing. Only `packed` knows the state after the sequences.
         CUDA packs (one cuDNN call) and the CPU pads, since its packed loop is 2-7 x slower on mixed lengths (measured).
         """
         features = self.features(obs)  # (n, F)
@@ -348,13 +344,12 @@ class Agent(nn.Module):
         for lstm, (h, c) in zip(self.lstms, state, strict=True):  # h, c: (layers, S, H)
             if packed:
                 memory, last = lstm(PackedSequence(features, steps.sum(1)), (h, c))
-                memory = memory.data  # (n, H)
+                memories.append(memory.data)  # (n, H)
+                next_state.append(torch.stack(last))
             else:
-                memory, last = lstm(padded, (h, c))  # (L, S, H)
-                memory = memory.flatten(0, 1).index_select(0, index)  # (n, H)
-            memories.append(memory)
-            next_state.append(torch.stack(last))
-        return *self.heads(features, memories), torch.stack(next_state)
+                memory, _ = lstm(padded, (h, c))  # (L, S, H)
+                memories.append(memory.flatten(0, 1).index_select(0, index))  # (n, H)
+        return *self.heads(features, memories), torch.stack(next_state) if packed else None
 
 
 # ----------------------------------------------------------------------------------------------- running statistics
@@ -392,9 +387,9 @@ class Rollout(NamedTuple):
 class Carry(NamedTuple):
     """What acting hands from one rollout to the next, for each of the N environments."""
 
-    obs: np.ndarray  # the next observation
-    done: np.ndarray  # the episode has ended: this observation is its final one
-    state: torch.Tensor  # (K, 2, layers, N, H) before this observation, zero at an episode's start
+    next_obs: np.ndarray
+    next_done: np.ndarray  # the episode has ended: this observation is its final one
+    next_state: torch.Tensor  # (K, 2, layers, N, H) before this observation, zero at an episode's start
     episode_return: np.ndarray
     episode_length: np.ndarray
 
@@ -409,31 +404,31 @@ def first_carry(envs, agent, seeds):
 @torch.no_grad()
 def collect(envs, agent, carry, num_steps):
     """Act for `num_steps`: the rollout, the carry after it, and the ended episodes as (slot, return, length)."""
-    action_space = envs.single_action_space
-    next_obs, done, state, episode_return, episode_length = carry
+    action_space, device = envs.single_action_space, carry.next_state.device
+    next_obs, next_done, next_state, episode_return, episode_length = carry
     episode_return, episode_length = episode_return.copy(), episode_length.copy()
-    slots, episodes = [], []
+    rows, episodes = [], []
     for t in range(num_steps):
-        obs = torch.as_tensor(next_obs).to(state.device)
-        policy, value, state = agent.step(obs, state)
+        obs, valid = torch.as_tensor(next_obs).to(device), ~next_done
+        policy, value, next_state = agent.step(obs, next_state)
+        if next_done.any():  # this slot's observation is a final one, so the next slot starts an episode
+            next_state[..., torch.as_tensor(next_done), :] = 0
         action = sampled_action(action_space, policy)
         logprob, _ = logprob_and_entropy(action_space, policy, action)
         next_obs, reward, termination, truncation, _ = envs.step(env_action(action_space, action))
-        slots.append((obs, action, logprob, value, reward, termination, truncation, ~done))
+        next_done = termination | truncation
+        rows.append((obs, action, logprob, value, reward, termination, truncation, valid))
         episode_return += reward
-        episode_length += ~done
-        if done.any():  # this slot's observation was a final one, so the next slot starts an episode
-            state[..., torch.as_tensor(done), :] = 0
-        done = termination | truncation
-        for i in np.flatnonzero(done):
+        episode_length += valid
+        for i in np.flatnonzero(next_done):
             episodes.append((t, episode_return[i], episode_length[i]))
             episode_return[i], episode_length[i] = 0, 0
-    _, last_value, _ = agent.step(torch.as_tensor(next_obs).to(state.device), state)
+    _, last_value, _ = agent.step(torch.as_tensor(next_obs).to(device), next_state)
 
-    obs, actions, logprobs, values, *flags = zip(*slots, strict=True)
+    obs, actions, logprobs, values, *flags = zip(*rows, strict=True)
     tensors = torch.stack(obs), torch.stack(actions), torch.stack(logprobs), torch.stack([*values, last_value])
-    rollout = Rollout(*tensors, *map(np.stack, flags), initial_state=carry.state)
-    return rollout, Carry(next_obs, done, state, episode_return, episode_length), episodes
+    rollout = Rollout(*tensors, *map(np.stack, flags), initial_state=carry.next_state)
+    return rollout, Carry(next_obs, next_done, next_state, episode_return, episode_length), episodes
 
 
 def scaled_rewards(agent, rollout, discounted_return, gamma):
@@ -455,13 +450,11 @@ def gae(rewards, values, terminations, truncations, gamma, gae_lambda):
     truncation bootstraps from it, a termination does not, and neither passes advantage back from the next episode. In slots
     that are not valid the result means nothing.
     """
-    terminated = terminations.astype(rewards.dtype)
-    continues = 1.0 - (terminations | truncations)
-    deltas = rewards + gamma * (1.0 - terminated) * values[1:] - values[:-1]
-    advantages = np.zeros_like(rewards)
-    advantage = 0.0
-    for t in reversed(range(len(rewards))):
-        advantages[t] = advantage = deltas[t] + gamma * gae_lambda * continues[t] * advantage
+    ended = terminations | truncations
+    deltas = rewards + gamma * np.where(terminations, 0.0, values[1:]) - values[:-1]
+    advantages, advantage = np.zeros_like(rewards), 0.0
+    for t in reversed(range(len(rewards))):  # where, not 0 x: a final observation's value may be NaN
+        advantages[t] = advantage = deltas[t] + gamma * gae_lambda * np.where(ended[t], 0.0, advantage)
     return advantages
 
 
@@ -487,11 +480,10 @@ def whole_sequences(valid):
 def cut_sequences(sequences, cuts):
     """The pieces left when the whole sequences, laid end to end in their order, are cut at the positions `cuts`."""
     offsets = np.cumsum(sequences.length) - sequences.length  # (S,), where each sequence begins on that line
-    total = sequences.length.sum()
-    begin = np.union1d(offsets, cuts[(cuts > 0) & (cuts < total)]).astype(int)
+    begin = np.union1d(offsets, cuts)
     row = np.searchsorted(offsets, begin, side="right") - 1  # the sequence each piece belongs to
     piece = np.arange(len(begin)) - np.searchsorted(row, row)
-    return Sequences(sequences.env[row], sequences.start[row] + begin - offsets[row], np.diff(begin, append=total), piece)
+    return Sequences(sequences.env[row], sequences.start[row] + begin - offsets[row], np.diff(begin, append=sequences.length.sum()), piece)
 
 
 def balanced_groups(lengths, num_groups, rng, draws=8):
@@ -516,7 +508,7 @@ def balanced_groups(lengths, num_groups, rng, draws=8):
     return best
 
 
-def minibatches(sequences, batching, num_minibatches, max_seq_len, rng):
+def drawn_minibatches(sequences, batching, num_minibatches, max_seq_len, rng):
     """One epoch's minibatches, drawn at random: the table of (pieces of) sequences, and a list of arrays of its rows.
     Every valid step is in exactly one minibatch; none is empty. There may be fewer than `num_minibatches`: as many as there are
     rows (whole-seq), steps (fixed-size), or groups of environments with a valid step (env-split)."""
@@ -543,7 +535,7 @@ def minibatches(sequences, batching, num_minibatches, max_seq_len, rng):
     return pieces, [r for r in rows if len(r)]
 
 
-def slots(pieces, rows, num_envs):
+def time_major(pieces, rows, num_envs):
     """Where the steps of some rows of the table lie in a flattened rollout (T * N): `rows` sorted by descending length,
     their lengths (S,), and the indices (n,) in the order that `Agent.run_sequences` takes."""
     rows = rows[np.argsort(-pieces.length[rows], kind="stable")]
@@ -562,7 +554,7 @@ def states_before(agent, b_obs, initial_state, pieces):
     begins = np.flatnonzero(pieces.start == 0)
     state[..., begins, :] = initial_state[..., pieces.env[begins], :]
     for k in range(1, pieces.piece.max() + 1):
-        before, lengths, index = slots(pieces, np.flatnonzero(pieces.piece == k) - 1, initial_state.shape[-2])
+        before, lengths, index = time_major(pieces, np.flatnonzero(pieces.piece == k) - 1, initial_state.shape[-2])
         _, _, state[..., before + 1, :] = agent.run_sequences(b_obs[index], state[..., before, :], lengths, packed=True)
     return state
 
@@ -591,7 +583,7 @@ def ppo_losses(args, newlogprob, entropy, newvalue, oldlogprob, oldvalue, advant
 
 
 def update(agent, optimizer, rollout, advantages, args, rng):
-    """All epochs over one rollout. Returns the metrics to log: means over all valid steps that were learnt from."""
+    """All epochs over one rollout. Returns the metrics to log; losses are means over all steps learnt from."""
     T, N = rollout.valid.shape
     device = rollout.obs.device
     b_obs, b_actions, b_logprobs = (x.flatten(0, 1) for x in (rollout.obs, rollout.actions, rollout.logprobs))
@@ -600,7 +592,7 @@ def update(agent, optimizer, rollout, advantages, args, rng):
     b_returns = b_advantages + b_values
     b_valid = torch.as_tensor(rollout.valid.flatten(), device=device)
     num_valid = int(rollout.valid.sum())
-    if num_valid == 0:  # one environment, one step, and that one ignored
+    if num_valid == 0:  # possible with one step a rollout
         return {"charts/valid_steps": 0}
     returns_var = b_returns[b_valid].var(correction=0).item()
     explained = 1 - b_advantages[b_valid].var(correction=0).item() / returns_var if returns_var > 0 else 0.0
@@ -608,34 +600,31 @@ def update(agent, optimizer, rollout, advantages, args, rng):
         b_advantages[b_valid] = normalised(b_advantages[b_valid])
     sequences = whole_sequences(rollout.valid)
 
-    def evaluate_rows(pieces, rows, state):
-        rows, lengths, mb_inds = slots(pieces, rows, N)
+    def relearnt(rows):  # what the current weights make of some rows of the table; the indices of their steps first
+        rows, lengths, mb_inds = time_major(pieces, rows, N)
         policy, newvalue, _ = agent.run_sequences(b_obs[mb_inds], state[..., rows, :], lengths)
         newlogprob, entropy = logprob_and_entropy(agent.action_space, policy, b_actions[mb_inds])
         return mb_inds, newlogprob, entropy, newvalue
 
-    # Before any gradient step, the rebuilt log-probabilities must be the ones that acting stored, at every valid step.
-    with torch.no_grad():
-        state = states_before(agent, b_obs, rollout.initial_state, sequences)
-        mb_inds, newlogprob, _, _ = evaluate_rows(sequences, np.arange(len(sequences.env)), state)
-        ratio_error = ((newlogprob - b_logprobs[mb_inds]).exp() - 1).abs().max()
-
-    sums, steps, cells = torch.zeros(6, device=device), [], 0
-    for _ in range(args.update_epochs):
-        pieces, groups = minibatches(sequences, args.batching, args.num_minibatches, args.max_seq_len, rng)
+    sums, mb_sizes, padded_sizes = torch.zeros(6, device=device), [], []
+    for epoch in range(args.update_epochs):
+        pieces, minibatches = drawn_minibatches(sequences, args.batching, args.num_minibatches, args.max_seq_len, rng)
         state = states_before(agent, b_obs, rollout.initial_state, pieces)
+        if epoch == 0:  # no gradient step yet: the log-probabilities must be the ones that acting stored, at every valid step
+            with torch.no_grad():
+                mb_inds, newlogprob, _, _ = relearnt(np.arange(len(pieces.env)))
+            ratio_error = ((newlogprob - b_logprobs[mb_inds]).exp() - 1).abs().max().item()
         epoch_kl = 0
-        for rows in groups:
-            mb_inds, newlogprob, entropy, newvalue = evaluate_rows(pieces, rows, state)
+        for rows in minibatches:
+            mb_inds, newlogprob, entropy, newvalue = relearnt(rows)
             mb_advantages = b_advantages[mb_inds]
             if args.norm_adv and args.norm_adv_scope == "minibatch":
                 mb_advantages = normalised(mb_advantages)
-            losses = ppo_losses(
-                args, newlogprob, entropy, newvalue, b_logprobs[mb_inds], b_values[mb_inds], mb_advantages, b_returns[mb_inds]
-            )
+            old = b_logprobs[mb_inds], b_values[mb_inds]
+            losses = ppo_losses(args, newlogprob, entropy, newvalue, *old, mb_advantages, b_returns[mb_inds])
             pg_loss, v_loss, entropy_sum, _, approx_kl, _ = losses
             # A step weighs the same in a small minibatch as in a large one: the sum is divided by the nominal size.
-            size = num_valid / len(groups) if args.loss_norm == "nominal" else len(mb_inds)
+            size = num_valid / len(minibatches) if args.loss_norm == "nominal" else len(mb_inds)
             loss = (pg_loss - args.ent_coef * entropy_sum + args.vf_coef * v_loss) / size
             optimizer.zero_grad()
             loss.backward()
@@ -643,31 +632,31 @@ def update(agent, optimizer, rollout, advantages, args, rng):
             optimizer.step()
             sums += torch.stack([x.detach().to(sums.dtype) for x in losses])
             epoch_kl += approx_kl
-            steps.append(len(mb_inds))
-            cells += len(rows) * pieces.length[rows].max()
+            mb_sizes.append(len(mb_inds))
+            padded_sizes.append(len(rows) * pieces.length[rows].max())
         if args.target_kl is not None and epoch_kl / num_valid > args.target_kl:
             break
 
     names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-    metrics = {f"losses/{name}": value / sum(steps) for name, value in zip(names, sums.tolist(), strict=True)}
+    metrics = {f"losses/{name}": value / sum(mb_sizes) for name, value in zip(names, sums.tolist(), strict=True)}
     return metrics | {
         "losses/explained_variance": explained,
         "charts/valid_steps": num_valid,
-        "charts/minibatches": len(groups),
-        "charts/minibatch_steps_min": min(steps),
-        "charts/minibatch_steps_max": max(steps),
-        "charts/padding_fraction": 0.0 if device.type == "cuda" else 1 - sum(steps) / cells,
-        "debug/ratio_error": ratio_error.item(),
+        "charts/minibatches": len(minibatches),
+        "charts/minibatch_steps_min": min(mb_sizes),
+        "charts/minibatch_steps_max": max(mb_sizes),
+        "charts/padding_fraction": 0.0 if device.type == "cuda" else 1 - sum(mb_sizes) / sum(padded_sizes),
+        "debug/ratio_error": ratio_error,
     }
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
-def evaluate(agent, env_id, episodes, num_envs, deterministic=True):
+def evaluate(agent, env_id, episodes, num_envs):
     """Undiscounted returns (episodes,) of whole episodes, one for each of the seeds FIRST_EVAL_SEED, FIRST_EVAL_SEED + 1, ...
     The state is carried through an episode and is zero at its start."""
     returns = np.zeros(episodes)
-    envs = make_envs(env_id, min(num_envs, episodes))
+    envs = make_envs(env_id, min(num_envs, max(episodes, 1)))
     for first in range(0, episodes, envs.num_envs):
         numbers = first + np.arange(envs.num_envs)  # in the last round, numbers beyond `episodes` are run and not counted
         obs, _ = envs.reset(seed=[FIRST_EVAL_SEED + int(i) for i in numbers])
@@ -675,7 +664,7 @@ def evaluate(agent, env_id, episodes, num_envs, deterministic=True):
         running = numbers < episodes
         while running.any():
             policy, _, state = agent.step(torch.as_tensor(obs).to(state.device), state)
-            action = sampled_action(envs.single_action_space, policy, deterministic)
+            action = sampled_action(envs.single_action_space, policy, deterministic=True)
             obs, reward, termination, truncation, _ = envs.step(env_action(envs.single_action_space, action))
             returns[numbers[running]] += reward[running]
             running &= ~(termination | truncation)
@@ -700,14 +689,8 @@ def train(args):
     if args.track:
         import wandb
 
-        wandb.init(
-            project=args.wandb_project_name,
-            entity=args.wandb_entity,
-            sync_tensorboard=True,
-            config=vars(args),
-            name=run_name,
-            save_code=True,
-        )
+        where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_name}
+        wandb.init(**where, config=vars(args), sync_tensorboard=True, save_code=True)
     writer = SummaryWriter(f"runs/{run_name}")
     table = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
     writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
@@ -743,14 +726,10 @@ def train(args):
 
         global_step += batch_size
         sps = int(global_step / (update_end - start_time))
-        metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-        metrics["charts/SPS"] = sps
-        metrics["time/collect"] = update_start - collect_start
-        metrics["time/update"] = update_end - update_start
+        metrics |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/SPS": sps}
+        metrics |= {"time/collect": update_start - collect_start, "time/update": update_end - update_start}
         if metrics.get("charts/minibatches", args.num_minibatches) < args.num_minibatches and not warned:
-            tqdm.write(
-                f"note: fewer sequences than minibatches: {metrics['charts/minibatches']} instead of {args.num_minibatches} an epoch"
-            )
+            tqdm.write(f"note: this rollout makes only {metrics['charts/minibatches']} of {args.num_minibatches} minibatches an epoch")
             warned = True
         for tag, value in metrics.items():
             writer.add_scalar(tag, value, global_step)
@@ -764,7 +743,7 @@ def train(args):
     bar.close()
     envs.close()
 
-    eval_returns = evaluate(agent, args.env_id, args.eval_episodes, args.num_envs) if args.eval_episodes else np.zeros(0)
+    eval_returns = evaluate(agent, args.env_id, args.eval_episodes, args.num_envs)
     if args.eval_episodes:
         writer.add_scalar("charts/eval_return", eval_returns.mean(), global_step)
     writer.close()
@@ -774,9 +753,6 @@ def train(args):
 
 
 if __name__ == "__main__":
-    args = parsed_args()
-    _, eval_returns, run_dir = train(args)
-    if len(eval_returns):
-        print(f"eval_return={eval_returns.mean():.1f} +- {eval_returns.std():.1f} over {len(eval_returns)} episodes, run: {run_dir}")
-    else:
-        print(f"run: {run_dir}")
+    _, returns, run_dir = train(parsed_args())
+    result = f"eval_return={returns.mean():.1f} +- {returns.std():.1f} over {len(returns)} episodes, " if len(returns) else ""
+    print(f"{result}run: {run_dir}")

@@ -14,11 +14,13 @@ def args(*flags):
 
 
 def make_agent(args, dtype=torch.float32):
-    """An agent whose every parameter is random, so that no output is zero by initialisation."""
+    """An agent whose every parameter is random, so that no output is zero by initialisation, and whose statistics are not the
+    identity."""
     envs = ppo.make_envs(args.env_id, 1)
     agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args).to(dtype)
     for param in agent.parameters():
         param.data.normal_(0, 0.5)
+    agent.obs_stats[1], agent.obs_stats[2] = 0.5, 4.0
     return agent
 
 
@@ -113,8 +115,15 @@ def relative_error(a, b):
 
 
 def recorded_train(args):
-    """Train, and also return each iteration's metrics of `update`."""
-    metrics, update = [], ppo.update
-    with mock.patch.object(ppo, "update", lambda *x: (metrics.append(update(*x)), dict(metrics[-1]))[1]):
+    """Train: the agent, for each call of `update` its (metrics, rollout, advantages), the evaluation's returns, the run's folder."""
+    calls, update = [], ppo.update
+
+    def recorder(agent, optimizer, rollout, advantages, *rest):
+        kept = advantages.copy()
+        metrics = update(agent, optimizer, rollout, advantages, *rest)
+        calls.append((dict(metrics), rollout, kept))
+        return metrics
+
+    with mock.patch.object(ppo, "update", recorder):
         agent, eval_returns, run_dir = ppo.train(args)
-    return agent, metrics, eval_returns, run_dir
+    return agent, calls, eval_returns, run_dir

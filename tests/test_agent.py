@@ -20,7 +20,7 @@ def table_outputs(agent, rollout, pieces, **how):
     """Policy, value and index of all steps of all pieces, in one call."""
     b_obs = rollout.obs.flatten(0, 1)
     state = ppo.states_before(agent, b_obs, rollout.initial_state, pieces)
-    rows, lengths, index = ppo.slots(pieces, np.arange(len(pieces.env)), rollout.valid.shape[1])
+    rows, lengths, index = ppo.time_major(pieces, np.arange(len(pieces.env)), rollout.valid.shape[1])
     policy, value, _ = agent.run_sequences(b_obs[index], state[..., rows, :], lengths, **how)
     return policy, value, index
 
@@ -41,7 +41,7 @@ def test_sequences_give_the_naive_loops_outputs_and_gradient(flags, packed, max_
     valid = random_valid(11, 3, np.random.default_rng(3))
     assert len(ppo.whole_sequences(valid).env) > 4
     rollout = random_rollout(agent, valid)
-    pieces, _ = ppo.minibatches(ppo.whole_sequences(valid), "whole-seq", 1, max_seq_len, np.random.default_rng(0))
+    pieces, _ = ppo.drawn_minibatches(ppo.whole_sequences(valid), "whole-seq", 1, max_seq_len, np.random.default_rng(0))
     policy, value, index = table_outputs(agent, rollout, pieces, packed=packed)
     weighted_sum(policy, value, index).backward()
     grad = gradient(agent)
@@ -72,7 +72,7 @@ def test_the_state_behind_a_cut_is_the_one_the_naive_loop_has_there():
     agent = make_agent(args("--lstm-hidden-size", "5"), torch.float64)
     valid = random_valid(11, 3, np.random.default_rng(3), chance=0.1)
     rollout = random_rollout(agent, valid)
-    pieces, _ = ppo.minibatches(ppo.whole_sequences(valid), "fixed-size", 7, 4, np.random.default_rng(0))
+    pieces, _ = ppo.drawn_minibatches(ppo.whole_sequences(valid), "fixed-size", 7, 4, np.random.default_rng(0))
     assert pieces.piece.max() >= 2
     state = ppo.states_before(agent, rollout.obs.flatten(0, 1), rollout.initial_state, pieces)
     naive = naive_outputs(agent, rollout.obs, valid, rollout.initial_state)
@@ -153,6 +153,8 @@ def test_observations_are_normalised_by_running_statistics_and_clipped():
     assert agent.obs_stats[0].tolist() == [1000, 1000]
     features = agent.features(torch.as_tensor(np.array([data.mean(0) + data.std(0), [1e9, -1e9]])))
     assert torch.allclose(features, torch.tensor([[1.0, 1.0], [10.0, -10.0]]), atol=1e-3)
+    agent.norm_obs = False
+    assert agent.features(torch.tensor([[1e9, -3.0]])).tolist() == [[1e9, -3.0]]
     before = agent.obs_stats.clone()
     ppo.update_statistics(agent.obs_stats, torch.zeros(0, 2))
     assert torch.equal(before, agent.obs_stats)
@@ -178,3 +180,18 @@ def test_actions_are_in_units_of_the_bounds_where_there_are_any():
     actions = torch.tensor([[-1.0, -1, -1, -1], [1, 1, 1, 1], [0, 0, 0, 0], [9, 9, 9, 9]])
     expected = [[-2, -1, -1e4, -1], [0.5, 1, 3e4, 1], [-0.75, 0, 1e4, 0], [0.5, 9, 3e4, 9]]
     assert ppo.env_action(space, actions).tolist() == expected
+
+
+def test_a_fresh_agent_sees_observations_as_they_are_and_remembers():
+    """Statistics that change nothing but the clip, and forget-gate biases of 1 (the second quarter), all others 0."""
+    envs = ppo.make_envs("Ragged-v0", 1)
+    agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args())
+    assert torch.allclose(agent.features(torch.tensor([[3.0, -20.0]])), torch.tensor([[3.0, -10.0]]))
+    for lstm in agent.lstms:
+        bias = (lstm.bias_ih_l0 + lstm.bias_hh_l0).view(4, -1)
+        assert (bias[1] == 1).all() and not bias[[0, 2, 3]].any()
+
+
+def test_integer_boxes_get_the_nearest_integer():
+    space = gym.spaces.Box(0, 4, (1,), np.int64)
+    assert ppo.env_action(space, torch.tensor([[-1.0], [-0.3], [0.8], [3.0]]))[:, 0].tolist() == [0, 1, 4, 4]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import ppo_lstm_seq as ppo
-import toy_envs
-from reference import GradientRecorder, args, make_agent
+from reference import GradientRecorder, args, make_agent, recorded_train
 
 
 def rollouts(env_id, count, *flags, agent=None):
@@ -74,7 +73,7 @@ def test_the_state_is_zero_at_episode_starts_and_nowhere_else():
     rollout, _, _ = ppo.collect(envs, agent, carry, 10)
     table = ppo.whole_sequences(rollout.valid)
     rebuilt = ppo.states_before(agent, rollout.obs.flatten(0, 1), rollout.initial_state, table)
-    assert torch.equal(rebuilt[..., table.start == 0, :], carry.state) and carry.state.any()
+    assert torch.equal(rebuilt[..., table.start == 0, :], carry.next_state) and carry.next_state.any()
     assert not rebuilt[..., table.start > 0, :].any()
 
 
@@ -82,7 +81,7 @@ def test_an_episode_that_ends_on_the_rollouts_last_step():
     """The next rollout's slot 0 is the ignored one, and the state is zero from slot 1."""
     _, agent, results = rollouts("Three-v0", 2, "--num-steps", "3")
     (first, carry, _), (second, _, _) = results
-    assert first.valid.all() and carry.done.all()
+    assert first.valid.all() and carry.next_done.all()
     assert second.valid[:, 0].tolist() == [False, True, True]
     assert second.obs[0, :, 0].tolist() == [3, 3, 3] and second.obs[1, :, 0].tolist() == [0, 0, 0]
     table = ppo.whole_sequences(second.valid)
@@ -128,9 +127,9 @@ def test_no_lstm_state_is_kept_per_step():
 
 def test_gae_by_hand():
     """A termination at 2, a truncation at 4, both flags at 6: the recursion is cut at all three, and only 4 bootstraps.
-    Slots 3, 5, 7 are the ignored ones."""
+    Slots 3, 5, 7 are the ignored ones; a terminal observation may be NaN, and so its value."""
     rewards = np.array([1.0, 2, 3, 0, 4, 0, 5, 0, 6])[:, None]
-    values = np.array([10.0, 20, 30, 40, 50, 60, 70, 80, 90, 100])[:, None]
+    values = np.array([10.0, 20, 30, np.nan, 50, 60, 70, np.nan, 90, 100])[:, None]
     terminations, truncations = np.zeros((2, 9, 1), bool)
     terminations[[2, 6]], truncations[[4, 6]] = True, True
     advantages = ppo.gae(rewards, values, terminations, truncations, gamma=0.5, gae_lambda=0.5)[:, 0]
@@ -164,31 +163,54 @@ def test_the_value_of_a_final_observation_uses_the_state_carried_to_it():
     state = rollout.initial_state
     for t in range(5):
         _, value, state = agent.step(rollout.obs[t], state)
-    _, value, _ = agent.step(torch.as_tensor(carry.obs), state)
+    _, value, _ = agent.step(torch.as_tensor(carry.next_obs), state)
     assert rollout.truncations[4].all() and torch.allclose(rollout.values[5], value)
-    _, from_zero, _ = agent.step(torch.as_tensor(carry.obs), torch.zeros_like(state))
+    _, from_zero, _ = agent.step(torch.as_tensor(carry.next_obs), torch.zeros_like(state))
     assert not torch.isclose(value, from_zero).any()
 
 
-def test_values_stay_high_before_a_time_limit_and_fall_before_a_termination():
-    """Reward 1 a step, gamma 0.9: the value that is its own target is 10 everywhere under truncation, even one step before it; under
-    termination it is 1 there. Iterated to the fixed point on the observation t."""
-    for end, before_last in (("truncates", 10.0), ("terminates", 1.0)):
-        env = toy_envs.Toy(50, 50, end)
-        flags = np.zeros((50, 1), bool)
-        env.reset(seed=0)
-        rows = [env.step(np.zeros(1, np.float32)) for _ in range(50)]
-        terminations, truncations = flags.copy(), flags.copy()
-        terminations[:, 0], truncations[:, 0] = [r[2] for r in rows], [r[3] for r in rows]
-        values = np.zeros((51, 1))
-        for _ in range(400):
-            values[:-1] += ppo.gae(np.ones((50, 1)), values, terminations, truncations, 0.9, 0.95)
-            values[50] = values[49]  # the critic sees the final observation as it sees the one before
-        assert abs(values[49, 0] - before_last) < 1e-3 and abs(values[0, 0] - (10 if end == "truncates" else 10 * (1 - 0.9**50))) < 1e-3
+def test_a_value_of_ten_holds_up_to_a_time_limit_but_not_to_a_termination():
+    """Reward 1 a step, gamma 0.9: a critic that says 10 is right everywhere under truncation at 50, one step before it too; under
+    termination it is 9 too high at the last step."""
+    for env_id, last in (("Truncated50-v0", 0.0), ("Terminated50-v0", -9.0)):
+        agent = make_agent(args("--env-id", env_id))
+        step = agent.step
+        agent.step = lambda obs, state, step=step: (step(obs, state)[0], torch.full((len(obs),), 10.0), step(obs, state)[2])
+        _, _, [(rollout, _, _)] = rollouts(env_id, 1, "--num-steps", "60", agent=agent)
+        advantages = ppo.gae(rollout.rewards, rollout.values.numpy(), rollout.terminations, rollout.truncations, 0.9, 0.0)
+        assert np.allclose(advantages[:49], 0) and np.allclose(advantages[49], last) and np.allclose(advantages[51:], 0)
+
+
+@pytest.mark.parametrize("env_id", ["Truncated5-v0", "Terminated5-v0"])
+@pytest.mark.parametrize("norm_reward", ["--norm-reward", "--no-norm-reward"])
+def test_training_computes_advantages_from_the_scaled_rewards_the_flags_and_the_runs_gamma(env_id, norm_reward):
+    """Three rollouts of `train`: a loop over each environment recomputes what `update` was given, the scale's running statistics and
+    the discounted return across rollouts included. Also: observation statistics stand still between acting and learning, or the
+    ratio error would show it, as they start far from this task's."""
+    flags = ("--gamma", "0.8", "--gae-lambda", "0.7", "--num-steps", "8", "--total-timesteps", "72", "--eval-episodes", "0", norm_reward)
+    _, calls, _, _ = recorded_train(args("--env-id", env_id, *flags))
+    running, seen = np.zeros(3), []
+    for metrics, rollout, advantages in calls:
+        for t, n in np.argwhere(rollout.valid):
+            fresh = t > 0 and not rollout.valid[t - 1, n] or t == 0 and rollout.obs[0, n, 0] == 0
+            running[n] = rollout.rewards[t, n] + (0 if fresh else 0.8 * running[n])
+            seen.append(running[n])
+        scale = np.std(seen) if norm_reward == "--norm-reward" else 1.0
+        values = rollout.values.double().numpy()
+        for n in range(3):
+            advantage = 0.0
+            for t in reversed(range(8)):
+                bootstrap = 0.0 if rollout.terminations[t, n] else 0.8 * values[t + 1, n]
+                ended = rollout.terminations[t, n] or rollout.truncations[t, n]
+                delta = min(rollout.rewards[t, n] / scale, 10) + bootstrap - values[t, n]
+                advantage = delta + (0 if ended else 0.8 * 0.7 * advantage)
+                if rollout.valid[t, n]:
+                    assert advantages[t, n] == pytest.approx(advantage, rel=1e-4, abs=1e-5)
+        assert metrics["debug/ratio_error"] < 1e-4
 
 
 def test_reward_scaling_clears_at_every_episode_end_and_skips_ignored_steps():
-    """Time-limited and terminating episodes with the same rewards get the same scale, over two rollouts."""
+    """Time-limited and terminating episodes with the same rewards get the same scale, over two rollouts; scaled rewards are clipped."""
     scales = []
     for env_id in ("Truncated5-v0", "Terminated5-v0"):
         _, agent, results = rollouts(env_id, 2)
@@ -202,6 +224,8 @@ def test_reward_scaling_clears_at_every_episode_end_and_skips_ignored_steps():
         assert np.allclose(scaled[rollout.valid], np.minimum(1 / std, 10))
         scales.append(agent.return_stats)
     assert torch.equal(*scales)
+    rollout.rewards[3], agent.return_stats[0] = -1e6, 1e12
+    assert ppo.scaled_rewards(agent, rollout, running, 0.9)[0][3].tolist() == [-10.0] * 3
 
 
 def test_observation_statistics_are_those_of_valid_steps():

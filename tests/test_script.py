@@ -114,9 +114,12 @@ def test_the_episodes_logged_are_the_episodes_ended(tmp_path):
 
 
 BAD = [
-    (("--env-id", "PendulmNoVel-v1"), "--env-id PendulmNoVel-v1", "PendulumNoVel-v1"),
-    (("--env-id", "LunarLanderNoVel-v2"), "--env-id LunarLanderNoVel-v2", "LunarLanderNoVel-v3"),
-    (("--env-id", "no_such_module:Foo-v0"), "--env-id no_such_module:Foo-v0", "no_such_module"),
+    (("--env-id", "PendulmNoVel-v1"), "--env-id 'PendulmNoVel-v1'", "PendulumNoVel-v1"),
+    (("--env-id", "LunarLanderNoVel-v2"), "--env-id 'LunarLanderNoVel-v2'", "LunarLanderNoVel-v3"),
+    (("--env-id", "no_such_module:Foo-v0"), "--env-id 'no_such_module:Foo-v0'", "no_such_module"),
+    (("--env-id", "Pendulum v1"), "--env-id 'Pendulum v1'", "Pendulum-v1"),
+    (("--env-id", "a:b:c"), "--env-id 'a:b:c'", "a:b:c"),
+    (("--env-id", "GymV26Environment-v0"), "--env-id 'GymV26Environment-v0'", "gym"),
     (("--env-id", "Blackjack-v1"), "--env-id Blackjack-v1", "only Box"),
     (("--num-minibatches", "2049"), "--num-minibatches is 2049", "lower it"),
     (("--batching", "env-split", "--num-envs", "6"), "--batching env-split", "multiple of --num-minibatches"),
@@ -129,6 +132,8 @@ BAD = [
     (("--num-envs", "0"), "--num-envs is 0", "at least 1"),
     (("--seed", "-1"), "--seed is -1", "0 to 4294967295"),
     (("--cuda", "False"), "--cuda takes no value", "--no-cuda"),
+    (("--cuda=False",), "--cuda takes no value", "--no-cuda"),
+    (("--no-cuda", "True"), "--cuda takes no value", "--no-cuda"),
     (("--norm_adv", "true"), "--norm-adv takes no value", "--no-norm-adv"),
 ]
 
@@ -200,7 +205,21 @@ def test_fewer_sequences_than_minibatches_is_said_once(capsys):
         )
     )
     out = capsys.readouterr()
-    assert (out.out + out.err).count("fewer sequences than minibatches") == 1
+    assert (out.out + out.err).count("makes only 2 of 5 minibatches") == 1
+
+
+def test_the_learning_rate_falls_unless_told_not_to():
+    flags = ("--num-steps", "8", "--total-timesteps", "96", "--eval-episodes", "0", "--learning-rate", "0.004")
+    for flag, expected in (("--anneal-lr", [0.004, 0.003, 0.002, 0.001]), ("--no-anneal-lr", [0.004] * 4)):
+        _, _, run_dir = ppo.train(args(*flags, flag, "--exp-name", flag[2:]))
+        assert [e.value for e in events(run_dir).Scalars("charts/learning_rate")] == pytest.approx(expected)
+
+
+def test_evaluation_is_deterministic():
+    """ShapesDiscrete-v0 pays for one of three actions."""
+    agent = make_agent(args("--env-id", "ShapesDiscrete-v0"))
+    returns = [ppo.evaluate(agent, "ShapesDiscrete-v0", 9, 3).tolist() for _ in range(2)]
+    assert returns[0] == returns[1] and len(set(returns[0])) > 1
 
 
 def test_evaluation_runs_each_fixed_seed_once_and_training_uses_none_of_them(monkeypatch):

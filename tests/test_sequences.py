@@ -27,7 +27,7 @@ STRATEGIES = [("whole-seq", None), ("fixed-size", None), ("env-split", None), ("
 
 def taken_slots(pieces, groups, N):
     """The flat slot of every step of every minibatch."""
-    return [ppo.slots(pieces, rows, N)[2].numpy() for rows in groups]
+    return [ppo.time_major(pieces, rows, N)[2].numpy() for rows in groups]
 
 
 @pytest.mark.parametrize("valid", VALID.values(), ids=VALID.keys())
@@ -51,7 +51,7 @@ def test_every_valid_step_is_in_exactly_one_minibatch(valid, batching, max_seq_l
     """Invariant 1. Fails if a remainder, a first or a last sequence is dropped, or an ignored slot is taken."""
     rng = np.random.default_rng(0)
     for _ in range(3):
-        pieces, groups = ppo.minibatches(ppo.whole_sequences(valid), batching, num_minibatches, max_seq_len, rng)
+        pieces, groups = ppo.drawn_minibatches(ppo.whole_sequences(valid), batching, num_minibatches, max_seq_len, rng)
         steps = taken_slots(pieces, groups, valid.shape[1])
         assert all(len(s) for s in steps) and len(groups) <= num_minibatches
         assert sorted(np.concatenate(steps)) == np.flatnonzero(valid).tolist()
@@ -74,7 +74,7 @@ def test_pieces_continue_the_row_before():
     """The states behind a cut are rebuilt by this rule."""
     valid = VALID["random"]
     for batching, max_seq_len in STRATEGIES:
-        pieces, _ = ppo.minibatches(ppo.whole_sequences(valid), batching, 4, max_seq_len, np.random.default_rng(0))
+        pieces, _ = ppo.drawn_minibatches(ppo.whole_sequences(valid), batching, 4, max_seq_len, np.random.default_rng(0))
         whole = {(env, start) for env, start, _, _ in zip(*ppo.whole_sequences(valid), strict=True)}
         for i, piece in enumerate(pieces.piece):
             if piece == 0:
@@ -90,7 +90,7 @@ def test_planted_numbers_come_out_in_time_order():
     T, N = valid.shape
     planted = (100 * np.arange(T)[:, None] + np.arange(N)).flatten()
     pieces = ppo.whole_sequences(valid)
-    rows, lengths, index = ppo.slots(pieces, np.arange(len(pieces.env)), N)
+    rows, lengths, index = ppo.time_major(pieces, np.arange(len(pieces.env)), N)
     assert (np.diff(lengths) <= 0).all()
     expected = []
     for step in range(lengths.max()):  # step-major, the longest sequence first

@@ -118,7 +118,7 @@ def test_what_ignored_slots_hold_changes_nothing(batching, scope):
 
 
 def test_advantages_of_short_and_long_sequences_are_normalised_over_valid_steps(monkeypatch):
-    """Sequences of 1 and 100 steps: what reaches the loss has mean 0 and std 1, over the rollout or over each minibatch."""
+    """Sequences of 1, 100 and 101 steps: what reaches the loss has mean 0 and std 1, over the rollout or over each minibatch."""
     valid = np.ones((102, 2), bool)
     valid[1, 0] = valid[101, 1] = False
     seen, losses = [], ppo.ppo_losses
@@ -133,6 +133,9 @@ def test_advantages_of_short_and_long_sequences_are_normalised_over_valid_steps(
         for adv in [torch.cat(seen)] if scope == "rollout" else seen:
             assert abs(adv.mean()) < 1e-5 and abs(adv.std(correction=0) - 1) < 1e-5
         assert len(seen) == 2
+    seen.clear()
+    minibatch_gradients(agent, random_rollout(agent, valid), advantages, args("--update-epochs", "1", "--no-norm-adv"))
+    assert sorted(torch.cat(seen).tolist()) == pytest.approx(sorted(advantages[valid]))
 
 
 EDGES = [  # environment, environments, steps, minibatches
@@ -156,13 +159,14 @@ def can_be_made(edge, batching):
 )
 @pytest.mark.parametrize("scope", ["rollout", "minibatch"])
 def test_nothing_is_nan_at_the_edges(flags, batching, scope):
-    """Invariant 7."""
+    """Invariant 7: nothing is NaN, and learning rebuilds what acting computed. (That nothing is lost: test_sequences.py.)"""
     env_id, num_envs, num_steps, num_minibatches, *flags = flags
     size = num_envs * num_steps
     flags += ["--num-envs", num_envs, "--num-steps", num_steps, "--num-minibatches", num_minibatches, "--batching", batching]
     flags += ["--total-timesteps", 5 * size, "--update-epochs", 2, "--eval-episodes", 0, "--norm-adv-scope", scope]
     a = args("--env-id", env_id, *map(str, flags))
-    agent, seen, _, _ = recorded_train(a)
+    agent, calls, _, _ = recorded_train(a)
+    seen = [metrics for metrics, _, _ in calls]
     assert len(seen) == 5 and all(np.isfinite(list(m.values())).all() for m in seen)
     assert all(p.isfinite().all() for p in agent.state_dict().values())
     if env_id == "Single-v0" and size == 1:
@@ -172,13 +176,45 @@ def test_nothing_is_nan_at_the_edges(flags, batching, scope):
             assert m["debug/ratio_error"] < 1e-4
 
 
+def test_fewer_sequences_than_minibatches_take_the_nominal_size_from_their_number():
+    """Three sequences for five minibatches: each is divided by a third of the valid steps."""
+    a = args("--update-epochs", "1", "--num-minibatches", "5", "--lstm-hidden-size", "5", *HUGE)
+    agent = make_agent(a, torch.float64)
+    rollout, advantages = random_rollout(agent, np.ones((11, 3), bool)), np.random.default_rng(1).normal(size=(11, 3))
+    gradients, metrics = minibatch_gradients(agent, rollout, advantages, a)
+    agent.zero_grad()
+    naive_ppo(agent, rollout, advantages, a)[0].backward()
+    assert len(gradients) == metrics["charts/minibatches"] == 3
+    assert relative_error(sum(gradients) * 33 / 3, gradient(agent)) < 1e-10
+
+
+def test_the_gradient_is_clipped_by_its_norm():
+    a = args("--update-epochs", "1", "--num-minibatches", "2", "--max-grad-norm", "0.01")
+    agent = make_agent(a)
+    gradients, _ = minibatch_gradients(agent, random_rollout(agent, np.ones((11, 3), bool)), np.ones((11, 3)), a)
+    assert [g.norm().item() for g in gradients] == pytest.approx([0.01, 0.01], rel=1e-3)
+
+
+def test_learning_calls_the_lstm_once_a_minibatch_and_never_step_by_step(monkeypatch):
+    """128 steps, 4 minibatches, 2 epochs, 2 LSTMs: one call for each of these and one for the check before the first."""
+    calls, forward = [], torch.nn.LSTM.forward
+    monkeypatch.setattr(torch.nn.LSTM, "forward", lambda *x: (calls.append(1), forward(*x))[1])
+    a = args("--update-epochs", "2", "--num-minibatches", "4", "--num-steps", "128")
+    agent = make_agent(a)
+    minibatch_gradients(agent, random_rollout(agent, random_valid(128, 3, np.random.default_rng(0), 0.05)), np.ones((128, 3)), a)
+    assert len(calls) == 2 * (4 * 2 + 1)
+
+
 def test_the_kl_limit_ends_the_epochs():
-    a = args("--update-epochs", "6", "--num-minibatches", "2", "--target-kl", "1e-9", "--num-steps", "20")
+    """It is compared with an epoch's mean over its steps."""
+    a = args("--update-epochs", "6", "--num-minibatches", "2", "--num-steps", "20")
     agent = make_agent(a)
     rollout = random_rollout(agent, np.ones((20, 3), bool))
-    assert len(minibatch_gradients(agent, rollout, np.ones((20, 3)), a)[0]) == 2
-    a.target_kl = None
-    assert len(minibatch_gradients(agent, rollout, np.ones((20, 3)), a)[0]) == 12
+    gradients, metrics = minibatch_gradients(agent, rollout, np.ones((20, 3)), a)
+    assert len(gradients) == 12 and metrics["losses/approx_kl"] > 0  # the recorder never steps, so each epoch's mean is this
+    for factor, minibatches in ((0.9, 2), (1.1, 12)):
+        a.target_kl = factor * metrics["losses/approx_kl"]
+        assert len(minibatch_gradients(agent, rollout, np.ones((20, 3)), a)[0]) == minibatches
 
 
 def test_a_constant_target_explains_nothing():
@@ -194,8 +230,8 @@ def test_the_same_seed_gives_the_same_bits(batching):
     flags = ("--env-id", "CartPoleNoVel-v1", "--num-envs", "4", "--num-steps", "32", "--total-timesteps", "512", "--eval-episodes", "3")
     runs = []
     for seed in ("7", "7", "8"):
-        agent, metrics, returns, _ = recorded_train(args(*flags, "--seed", seed, "--batching", batching))
+        agent, calls, returns, _ = recorded_train(args(*flags, "--seed", seed, "--batching", batching))
         weights = torch.cat([p.flatten().double() for p in agent.state_dict().values()])
-        runs.append((metrics, weights, returns.tolist()))
+        runs.append(([metrics for metrics, _, _ in calls], weights, returns.tolist()))
     assert runs[0][0] == runs[1][0] and torch.equal(runs[0][1], runs[1][1]) and runs[0][2] == runs[1][2]
     assert not torch.equal(runs[0][1], runs[2][1])

@@ -71,6 +71,7 @@ for toy_id, entry_point, kwargs in (
     ("Long-v0", Toy, {"min_length": 40, "max_length": 40}),
     ("Truncated5-v0", Toy, {"min_length": 5, "max_length": 5, "end": "truncates"}),
     ("Terminated5-v0", Toy, {"min_length": 5, "max_length": 5, "end": "terminates"}),
+    ("Terminated50-v0", Toy, {"min_length": 50, "max_length": 50, "end": "terminates"}),
     ("Truncated50-v0", Toy, {"min_length": 50, "max_length": 50, "end": "truncates"}),
     ("Shapes-v0", Shapes, {"discrete": False}),
     ("ShapesDiscrete-v0", Shapes, {"discrete": True}),

@@ -69,18 +69,18 @@ class Args:
     """Adam's learning rate"""
     num_envs: int = 16
     """environments stepped side by side"""
-    num_steps: int = 128
+    num_steps: int = 125
     """steps of each environment in a rollout"""
     anneal_lr: bool = True
     """let the learning rate fall linearly to zero"""
-    gamma: float = 0.9
+    gamma: float = 0.95
     """discount; tuned on short-horizon control, raise it to 0.99 or more where rewards come late"""
-    gae_lambda: float = 0.95
+    gae_lambda: float = 0.9
     """lambda of generalised advantage estimation"""
     batching: Literal["whole-seq", "fixed-size", "env-split"] = "whole-seq"
     """what a minibatch is: whole sequences with nearly equal step counts; equal step counts that may cut a sequence; all
     sequences of some environments"""
-    num_minibatches: int = 4
+    num_minibatches: int = 8
     """minibatches, and so gradient steps, per epoch"""
     max_seq_len: int | None = None
     """cut longer sequences to this many steps (truncated backpropagation; the state at the cut is rebuilt); slow far below --num-steps"""
@@ -88,7 +88,7 @@ class Args:
     """passes over each rollout"""
     norm_adv: bool = True
     """normalise advantages to mean 0, std 1"""
-    norm_adv_scope: Literal["rollout", "minibatch"] = "rollout"
+    norm_adv_scope: Literal["rollout", "minibatch"] = "minibatch"
     """the set of valid steps over which advantages are normalised"""
     loss_norm: Literal["nominal", "minibatch"] = "nominal"
     """divide a minibatch's summed loss by the nominal minibatch size, so that every step weighs the same, or by its own"""
@@ -96,11 +96,11 @@ class Args:
     """clipping range of the probability ratio"""
     clip_vloss: bool = False
     """clip the value loss too"""
-    ent_coef: float = 0.0
+    ent_coef: float = 0.01
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""
-    max_grad_norm: float = 2.0
+    max_grad_norm: float = 5.0
     """largest norm of the gradient"""
     target_kl: float | None = None
     """end the epochs early once an epoch's mean approximate KL exceeds this"""
@@ -110,8 +110,8 @@ class Args:
     """layers of each LSTM"""
     critic_lstm: Literal["separate", "shared", "none"] = "separate"
     """the critic's memory: its own LSTM, the actor's (both losses train it), or none"""
-    norm_obs: bool = True
-    """normalise observations by their running mean and std, clipped to +-10"""
+    norm_obs: bool = False
+    """normalise observations by their running mean and std, clipped to +-10; for scales far from 1"""
     norm_reward: bool = True
     """divide rewards by the running std of the discounted return, clipped to +-10"""
 

@@ -35,7 +35,7 @@ def weighted_sum(policy, value, index):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("max_seq_len", [None, 3])
 def test_sequences_give_the_naive_loops_outputs_and_gradient(flags, packed, max_seq_len):
-    """Invariant 5, float64. Fails if a stored state is zeroed, a reset is one step off, a sequence runs into the next one, the
+    """Invariant 5, float64. Seen to fail if a stored state is zeroed, a reset is one step off, a sequence runs into the next one, the
     state at a cut is wrong, or the gradient does not stop at a cut."""
     agent = make_agent(args("--lstm-hidden-size", "5", *flags), torch.float64)
     valid = random_valid(11, 3, np.random.default_rng(3))
@@ -81,7 +81,7 @@ def test_the_state_behind_a_cut_is_the_one_the_naive_loop_has_there():
 
 
 def test_what_the_padding_holds_changes_nothing():
-    """Invariant 3: fails if padded steps reach the heads or the loss."""
+    """Invariant 3: seen to fail if padded steps reach the heads or the loss."""
     agent = make_agent(args("--lstm-hidden-size", "5"), torch.float64)
     rollout = random_rollout(agent, random_valid(11, 3, np.random.default_rng(3)))
     pieces = ppo.whole_sequences(rollout.valid)

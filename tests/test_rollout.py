@@ -37,7 +37,7 @@ FLAGS = [
 @pytest.mark.parametrize("env_id", ["Ragged-v0", "Long-v0", "Three-v0", "Single-v0", "CartPoleNoVel-v1", "ShapesDiscrete-v0", "Shapes-v0"])
 @pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
 def test_learning_rebuilds_the_log_probabilities_of_acting(env_id, flags):
-    """Invariant 2, over four rollouts of 3 x 11 slots, with episodes that span rollouts. Fails if the stored state is zeroed, is
+    """Invariant 2, over four rollouts of 3 x 11 slots, with episodes that span rollouts. Seen to fail if the stored state is zeroed, is
     the one after the step, or if a reset is one step off; time and environments can't be swapped, their numbers differ."""
     a, agent, results = rollouts(env_id, 4, "--update-epochs", "1", *flags)
     for rollout, _, _ in results:

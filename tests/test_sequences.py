@@ -48,7 +48,7 @@ def test_whole_sequences_are_the_runs_a_loop_finds(valid):
 @pytest.mark.parametrize("batching, max_seq_len", STRATEGIES)
 @pytest.mark.parametrize("num_minibatches", [1, 4])
 def test_every_valid_step_is_in_exactly_one_minibatch(valid, batching, max_seq_len, num_minibatches):
-    """Invariant 1. Fails if a remainder, a first or a last sequence is dropped, or an ignored slot is taken."""
+    """Invariant 1. Seen to fail if a remainder, a first or a last sequence is dropped, or an ignored slot is taken."""
     rng = np.random.default_rng(0)
     for _ in range(3):
         pieces, groups = ppo.drawn_minibatches(ppo.whole_sequences(valid), batching, num_minibatches, max_seq_len, rng)

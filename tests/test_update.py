@@ -56,7 +56,7 @@ def naive_ppo(agent, rollout, advantages, a):
 @pytest.mark.parametrize("flags", [(), ("--clip-vloss", "--critic-lstm", "shared", "--ent-coef", "0.1")], ids=str)
 def test_minibatches_add_up_to_the_naive_loss_whatever_their_sizes(batching, flags):
     """Invariants 1, 3 and 4 in float64: the gradients of one epoch's minibatches, each times the nominal size, add up to the gradient
-    of the naive sum over all valid steps, so every step weighs the same. Fails if a minibatch is divided by its own count, if
+    of the naive sum over all valid steps, so every step weighs the same. Seen to fail if a minibatch is divided by its own count, if
     padding or an ignored step enters, or if a sequence is dropped. (fixed-size stops gradients at its cuts, so one minibatch.)"""
     M = 1 if batching == "fixed-size" else 3
     a = args("--update-epochs", "1", "--num-minibatches", str(M), "--batching", batching, "--lstm-hidden-size", "5", *HUGE, *flags)

@@ -11,7 +11,7 @@ import toy_envs  # noqa: F401
 
 def args(*flags):
     """Small, and independent of the tuned defaults. The last of a repeated flag wins."""
-    base = "--env-id Ragged-v0 --num-envs 3 --num-steps 11 --num-minibatches 4 --norm-adv-scope rollout --ent-coef 0"
+    base = "--env-id Ragged-v0 --num-envs 3 --num-steps 11 --num-minibatches 4 --norm-adv-scope rollout --ent-coef 0 --norm-obs"
     return ppo.parsed_args([*base.split(), *flags])
 
 

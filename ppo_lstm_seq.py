@@ -285,7 +285,7 @@ class Agent(nn.Module):
         num_lstms = 2 if args.critic_lstm == "separate" else 1
         self.lstms = nn.ModuleList(lstm_init(nn.LSTM(feature_size, hidden_size, args.lstm_layers)) for _ in range(num_lstms))
         critic_size = feature_size if args.critic_lstm == "none" else hidden_size
-        self.actor = nn.Sequential(layer_init(nn.Linear(hidden_size, 64), 2**0.5), nn.Tanh(), layer_init(nn.Linear(64, action_size), 0.01))
+        self.actor = nn.Sequential(layer_init(nn.Linear(hidden_size, 64), 2**0.5), nn.Tanh(), layer_init(nn.Linear(64, action_size), 0.1))
         self.critic = nn.Sequential(layer_init(nn.Linear(critic_size, 64), 2**0.5), nn.Tanh(), layer_init(nn.Linear(64, 1), 1.0))
         self.logstd = nn.Parameter(torch.zeros(1, action_size)) if continuous else None
         # count, mean and variance of every observation entry, and of the discounted return (float64)
@@ -683,7 +683,7 @@ def train(args):
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
     envs = make_envs(args.env_id, args.num_envs)
     agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, fused=True)
 
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "_").replace(":", "_")
     if args.track:

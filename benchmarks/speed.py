@@ -101,7 +101,7 @@ def costs(flags):
     idle_envs.reset(seed=1)
     action = idle_envs.action_space.sample()
     agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, fused=True)
     carry, discounted_return = ppo.first_carry(envs, agent, range(args.num_envs)), np.zeros(args.num_envs)
     shapes, run_sequences = [], agent.run_sequences
 

@@ -414,10 +414,9 @@ def collect(envs, agent, carry, num_steps):
         if next_done.any():  # this slot's observation is a final one, so the next slot starts an episode
             next_state[..., torch.as_tensor(next_done), :] = 0
         action = sampled_action(action_space, policy)
-        logprob, _ = logprob_and_entropy(action_space, policy, action)
         next_obs, reward, termination, truncation, _ = envs.step(env_action(action_space, action))
         next_done = termination | truncation
-        rows.append((obs, action, logprob, value, reward, termination, truncation, valid))
+        rows.append((obs, action, policy, value, reward, termination, truncation, valid))
         episode_return += reward
         episode_length += valid
         for i in np.flatnonzero(next_done):
@@ -425,8 +424,9 @@ def collect(envs, agent, carry, num_steps):
             episode_return[i], episode_length[i] = 0, 0
     _, last_value, _ = agent.step(torch.as_tensor(next_obs).to(device), next_state)
 
-    obs, actions, logprobs, values, *flags = zip(*rows, strict=True)
-    tensors = torch.stack(obs), torch.stack(actions), torch.stack(logprobs), torch.stack([*values, last_value])
+    obs, actions, policies, values, *flags = zip(*rows, strict=True)
+    logprobs, _ = logprob_and_entropy(action_space, torch.cat(policies), torch.cat(actions))  # (T * N,), one call for all steps
+    tensors = torch.stack(obs), torch.stack(actions), logprobs.view(num_steps, -1), torch.stack([*values, last_value])
     rollout = Rollout(*tensors, *map(np.stack, flags), initial_state=carry.next_state)
     return rollout, Carry(next_obs, next_done, next_state, episode_return, episode_length), episodes
 

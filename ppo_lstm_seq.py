@@ -7,24 +7,26 @@
 # only the LSTM state at the start of the rollout is what CleanRL's ppo_atari_lstm.py does.
 #
 # Letters in the shape comments: T steps of a rollout, N environments, S sequences, L length of the longest of them,
-# n valid steps, D observation size, F features, A action size, P policy outputs, H hidden size, K LSTMs (2 if the critic has its own).
+# n valid steps, D observation size, F features, A entries of an action, P policy outputs for each, H hidden size, K LSTMs (2 if the
+# critic has its own).
 #
 # /// script
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.4", "numpy", "gymnasium>=1.1", "tyro", "tensorboard", "tqdm", "wandb"]
 # ///
 import difflib
+import functools
 import heapq
 import importlib.util
 import math
+import operator
 import os
 import random
 import sys
 import time
 import warnings
 from collections import deque
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -63,6 +65,16 @@ class Args:
     # Algorithm specific arguments
     env_id: str = "PendulumNoVel-v1"
     """any Gymnasium id; module:Id-v0 imports the module first"""
+    vec_env: Literal["sync", "async", "envpool"] = "sync"
+    """where the environments run: in this process, in one process each (for slow ones), or in EnvPool's threads (for what it has)"""
+    obs_keys: tuple[str, ...] = ()
+    """of Dict observations, the keys to use (all if none is given)"""
+    frame_stack: int = 1
+    """observe the last so many observations together"""
+    prev_action: bool = False
+    """observe the last action too, as the environment received it"""
+    prev_reward: bool = False
+    """observe the last reward too"""
     total_timesteps: int = 100_000
     """environment steps to train for; only whole rollouts are taken, the remainder is dropped"""
     learning_rate: float = 3e-3
@@ -104,6 +116,8 @@ class Args:
     """largest norm of the gradient"""
     target_kl: float | None = None
     """end the epochs early once an epoch's mean approximate KL exceeds this"""
+    recurrent: bool = True
+    """--no-recurrent makes it plain PPO: a tanh layer stands for each LSTM, minibatches are shuffled steps; try it with --frame-stack 4"""
     lstm_hidden_size: int = 64
     """units of each LSTM layer"""
     lstm_layers: int = 1
@@ -132,7 +146,11 @@ def parsed_args(argv=None):
             fail(f"--{name} takes no value: write --{name} or --no-{name}")
     args = tyro.cli(Args, args=argv)
     rules = [
-        ("at least 1", lambda x: x >= 1, "num_envs num_steps num_minibatches update_epochs max_seq_len lstm_hidden_size lstm_layers"),
+        (
+            "at least 1",
+            lambda x: x >= 1,
+            "num_envs num_steps num_minibatches update_epochs max_seq_len lstm_hidden_size lstm_layers frame_stack",
+        ),
         ("0 to 4294967295", lambda x: 0 <= x < 2**32, "seed"),
         ("0 or more", lambda x: 0 <= x < math.inf, "eval_episodes learning_rate ent_coef vf_coef"),
         ("greater than 0", lambda x: x > 0, "clip_coef max_grad_norm target_kl"),
@@ -152,6 +170,10 @@ def parsed_args(argv=None):
     if args.batching == "env-split" and args.num_envs % args.num_minibatches:
         deal = f"--batching env-split deals {args.num_envs} environments to {args.num_minibatches} minibatches"
         fail(f"{deal}: make --num-envs a multiple of --num-minibatches")
+    if args.vec_env == "envpool" and (args.frame_stack > 1 or args.obs_keys):
+        fail("--vec-env envpool has neither --frame-stack nor --obs-keys: take --vec-env sync or async")
+    if not args.recurrent:  # a sequence is a step, and `fixed-size` deals shuffled sequences
+        args.batching, args.max_seq_len = "fixed-size", None
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track needs Weights & Biases: pip install wandb")
     return args
@@ -174,7 +196,7 @@ FIRST_EVAL_SEED = 2**30
 def register_no_vel():
     """Register the tasks of NO_VEL: the task itself, behind a wrapper that zeroes the entries."""
     for no_vel_id, (base_id, entries) in NO_VEL.items():
-        base, mask = gym.spec(base_id), {"func": partial(masked, entries=entries), "observation_space": None}
+        base, mask = gym.spec(base_id), {"func": functools.partial(masked, entries=entries), "observation_space": None}
         wrapper = WrapperSpec("NoVel", "gymnasium.wrappers:TransformObservation", mask)
         same = {name: getattr(base, name) for name in ("entry_point", "kwargs", "max_episode_steps", "reward_threshold")}
         if no_vel_id not in gym.registry:
@@ -182,54 +204,219 @@ def register_no_vel():
 
 
 def masked(obs, entries):
-    """A copy of one observation with some entries set to zero."""
+    """A copy of an observation, or of a batch of them, with some entries set to zero."""
     obs = obs.copy()
-    obs[entries] = 0
+    obs[..., entries] = 0
     return obs
 
 
 register_no_vel()
 
 
-def make_envs(env_id, num_envs):
-    """`num_envs` environments side by side, in next-step autoreset: the step after an episode's last one ignores its
-    action, pays nothing and returns the next episode's first observation. An id that can't be made ends the program."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # an outdated id that can't be made is said below
-            envs = gym.make_vec(env_id, num_envs, vectorization_mode="sync", disable_env_checker=True)
-    except gym.error.DependencyNotInstalled as error:
-        fail(f"--env-id {env_id} needs a package that is missing: {' '.join(str(error).split())}")
-    except (gym.error.Error, ImportError, ValueError) as error:
-        close = [] if env_id in gym.registry else difflib.get_close_matches(env_id, gym.registry, n=3)
-        fail(f"--env-id {env_id!r}: {' '.join(str(error).split())}" + (f" Close matches: {', '.join(close)}." if close else ""))
-    assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
-    if not isinstance(envs.single_observation_space, gym.spaces.Box):
-        fail(f"--env-id {env_id} has observations of type {type(envs.single_observation_space).__name__}: only Box is supported")
-    if not isinstance(envs.single_action_space, (gym.spaces.Box, gym.spaces.Discrete)):
-        fail(f"--env-id {env_id} has actions of type {type(envs.single_action_space).__name__}: only Box and Discrete are supported")
+def leaves(space, path=()):
+    """The leaves of a space of nested Dicts and Tuples, and the keys that lead to each: {(key, ...): leaf}."""
+    if not isinstance(space, (gym.spaces.Dict, gym.spaces.Tuple)):
+        return {path: space}
+    inner = space.spaces.items() if isinstance(space, gym.spaces.Dict) else enumerate(space.spaces)
+    return {leaf_path: leaf for key, child in inner for leaf_path, leaf in leaves(child, (*path, key)).items()}
+
+
+def choices(space):
+    """Of the A entries of a discrete space: the smallest value of each (A,), and which of M choices it has (A, M), M being the
+    most that any has. A Box has no choices but P = 2 numbers for each entry."""
+    if isinstance(space, gym.spaces.Box):
+        return np.zeros(math.prod(space.shape), int), np.ones((math.prod(space.shape), 2), bool)
+    if isinstance(space, gym.spaces.MultiBinary):
+        counts, start = np.full(math.prod(space.shape), 2), np.zeros(math.prod(space.shape), int)
+    else:
+        counts, start = np.ravel(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec), np.ravel(space.start)
+    return start, np.arange(counts.max()) < counts[:, None]
+
+
+class MaskInInfo(gym.Wrapper):
+    """Puts `env.action_masks()`, where sb3-contrib's users have the valid actions, into the info, where Gymnasium's have them."""
+
+    def reset(self, **how):
+        obs, info = self.env.reset(**how)
+        return obs, info | {"action_mask": self.get_wrapper_attr("action_masks")()}
+
+    def step(self, action):
+        *result, info = self.env.step(action)
+        return *result, info | {"action_mask": self.get_wrapper_attr("action_masks")()}
+
+
+class AgentInputs(gym.vector.VectorWrapper):
+    """Environments that observe all that the agent sees, as a tuple of arrays: each leaf of their own observation; the last action
+    and the last reward where asked for, zero at an episode's start; and the mask of valid actions (N, A, P)."""
+
+    def __init__(self, envs, args):
+        super().__init__(envs)
+        self.env_id, self.prev_action, self.prev_reward = args.env_id, args.prev_action, args.prev_reward
+        self.paths, self.single_action_space = leaves(envs.single_observation_space), envs.single_action_space
+        self.is_box = isinstance(self.single_action_space, gym.spaces.Box)
+        self.start, self.exists = choices(self.single_action_space)
+        spaces = list(self.paths.values())
+        if args.prev_action:
+            numbers = gym.spaces.Box(-np.inf, np.inf, self.start.shape, np.float32)
+            spaces.append(numbers if self.is_box else gym.spaces.MultiBinary(int(self.exists.sum())))
+        if args.prev_reward:
+            spaces.append(gym.spaces.Box(-np.inf, np.inf, (1,), np.float32))
+        self.single_observation_space = gym.spaces.Tuple([*spaces, gym.spaces.MultiBinary(self.exists.shape)])
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = self.env.reset(seed=seed, options=options)
+        self.done = np.ones(self.num_envs, bool)
+        inputs = self.inputs(obs, info, np.zeros((self.num_envs, len(self.start))), np.zeros(self.num_envs))
+        self.done = ~self.done
+        return inputs, info
+
+    def step(self, action):
+        obs, reward, termination, truncation, info = self.env.step(action)
+        reward = np.asarray(reward, np.float64)
+        inputs = self.inputs(obs, info, action, reward)
+        self.done = termination | truncation
+        return inputs, reward, termination, truncation, info
+
+    def inputs(self, obs, info, action, reward):
+        """The tuple of what is seen behind a step; `self.done` (N,) still says which episodes had ended before it."""
+        seen = [functools.reduce(operator.getitem, path, obs) for path in self.paths]
+        if self.prev_action:
+            action = np.reshape(action, (self.num_envs, -1))  # (N, A)
+            if not self.is_box:
+                action = ((action - self.start)[..., None] == np.arange(self.exists.shape[1]))[:, self.exists]  # one-hot
+            seen.append(np.where(self.done[:, None], 0, action).astype(np.float32 if self.is_box else np.int8))
+        if self.prev_reward:
+            seen.append(np.where(self.done, 0, reward).astype(np.float32)[:, None])
+        mask = np.repeat(self.exists[None], self.num_envs, 0)  # (N, A, P)
+        for i in np.flatnonzero(info.get("_action_mask", ())):
+            given = np.hstack([np.ravel(x) for x in info["action_mask"][i]]).astype(bool)  # one array, or one for each entry
+            if len(given) != self.exists.sum():
+                fail(f"--env-id {self.env_id}: its action_mask has {len(given)} entries, but its actions have {self.exists.sum()} choices")
+            mask[i, self.exists] = given
+        return (*seen, mask | self.exists & ~mask.any(-1, keepdims=True))  # none valid, as behind an episode's end: all are
+
+
+def env_seeds(args):
+    """One seed for each training environment, below FIRST_EVAL_SEED."""
+    return [int(seed) for seed in np.random.SeedSequence(args.seed).generate_state(args.num_envs) % FIRST_EVAL_SEED]
+
+
+def envpool_envs(args, seeds):
+    """EnvPool's version of the environments, seeded here, since its `reset` takes no seed."""
+    if importlib.util.find_spec("envpool") is None:
+        fail("--vec-env envpool needs EnvPool: pip install envpool")
+    import envpool
+
+    base_id, entries = NO_VEL.get(args.env_id, (args.env_id, None))
+    if base_id not in envpool.list_all_envs():
+        fail(f"--env-id {args.env_id}: EnvPool has no {base_id}: take --vec-env sync or async")
+    warnings.filterwarnings("ignore", ".*precision lowered by casting")  # said each time EnvPool's spaces are read
+    envs = envpool.make(base_id, env_type="gymnasium", num_envs=args.num_envs, seed=seeds or env_seeds(args))
+    reset, step = envs.reset, envs.step
+
+    def hidden(obs, *rest):
+        return masked(obs, entries) if entries else obs, *rest
+
+    envs.reset, envs.step = lambda **_: hidden(*reset()), lambda action: hidden(*step(action))
     return envs
 
 
+def make_envs(args, seeds=None):
+    """`args.num_envs` environments side by side, seen as `AgentInputs` says, in next-step autoreset: the step after an episode's
+    last one ignores its action, pays nothing and returns the next episode's first observation. An id that can't be made and a
+    space that can't be handled end the program."""
+    env_id, package = args.env_id, args.env_id.split("-")[0].lower()
+    if package in ("popgym", "minigrid"):  # these register their ids when imported
+        env_id = f"{package}:{env_id}"
+    wrappers = [lambda env: MaskInInfo(env) if env.has_wrapper_attr("action_masks") else env]
+    if args.obs_keys:
+        wrappers.append(functools.partial(gym.wrappers.FilterObservation, filter_keys=args.obs_keys))
+    if args.frame_stack > 1:
+        wrappers.append(functools.partial(gym.wrappers.FrameStackObservation, stack_size=args.frame_stack))
+    try:
+        if args.vec_env == "envpool":
+            envs = envpool_envs(args, seeds)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # an outdated id that can't be made is said below
+                envs = gym.make_vec(env_id, args.num_envs, args.vec_env, wrappers=wrappers, disable_env_checker=True)
+    except gym.error.DependencyNotInstalled as error:
+        fail(f"--env-id {args.env_id} needs a package that is missing: {' '.join(str(error).split())}")
+    except (gym.error.Error, ImportError, ValueError) as error:
+        close = [] if env_id in gym.registry else difflib.get_close_matches(env_id, gym.registry, n=3)
+        mend = f" Close matches: {', '.join(close)}." if close else f" Try: pip install {error.name}" if getattr(error, "name", "") else ""
+        fail(f"--env-id {args.env_id!r}: {' '.join(str(error).split())}{mend}")
+    assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
+    supported, obs_space = (
+        (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary),
+        envs.single_observation_space,
+    )
+    for path, leaf in leaves(obs_space).items():
+        if not isinstance(leaf, supported):
+            keys = " ".join(key for key in obs_space if key != path[0]) if isinstance(obs_space, gym.spaces.Dict) else ""
+            what = f"observations {'/'.join(map(str, path))} of type {type(leaf).__name__}".replace("  ", " ")
+            fail(
+                f"--env-id {args.env_id} has {what}, which has no encoder: "
+                + (f"try --obs-keys {keys}" if keys else "wrap the environment")
+            )
+    if not isinstance(envs.single_action_space, supported):
+        kinds = ", ".join(kind.__name__ for kind in supported)
+        fail(f"--env-id {args.env_id} has actions of type {type(envs.single_action_space).__name__}: only {kinds} are supported")
+    return AgentInputs(envs, args)
+
+
 # ------------------------------------------------------------------------------------------------------------- agent
-# The action distribution is three functions of an action space and of `policy`, the policy's outputs:
-# the logits (n, P) of a Discrete space; mean and log std, (n, P) with P = 2A, of a Box with A entries.
+# The encoder is two functions of a leaf of the observation space, what goes in and the network. The action distribution is three
+# functions of the action space and of `policy` (n, A, P): for each entry of an action the logits of its P choices, or for a Box
+# mean and log std.
+def is_image(space):
+    """Whether a leaf goes through convolutions: uint8 of shape (H, W), (H, W, C) or (C, H, W), or a stack of K such frames in front."""
+    return isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) >= 2
+
+
+def prepared(space, obs):
+    """A leaf's observations (n, *shape) as a network takes them: images (n, C, H, W) and other bytes scaled to 0 ... 1, the discrete
+    ones one-hot (n, F), all others flat (n, F)."""
+    if isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
+        start, exists = (torch.as_tensor(x, device=obs.device) for x in choices(space))
+        one_hot = (obs.reshape(len(obs), -1) - start)[..., None] == torch.arange(exists.shape[1], device=obs.device)  # (n, entries, M)
+        return one_hot[:, exists]
+    if is_image(space):
+        obs = obs.reshape(len(obs), *(1, 1, *space.shape)[-4:])  # (n, K, H, W, C) or (n, K, C, H, W): the colours are fewer
+        obs = obs.movedim(-1, 2) if obs.shape[-1] < obs.shape[2] else obs
+        return obs.flatten(1, 2) / 255  # (n, K * C, H, W)
+    return obs.flatten(1) / 255 if space.dtype == np.uint8 and space.high.max() == 255 else obs.flatten(1)
+
+
+def encoder(space):
+    """The network from a leaf's `prepared` observations to features (n, F), and F: for images, 3 x 3 convolutions that halve the
+    sides until they are 7 or less, then a linear layer; nothing for the others."""
+    shape = prepared(space, torch.as_tensor(np.zeros((1, *space.shape), space.dtype))).shape[1:]
+    if not is_image(space):
+        return nn.Identity(), shape[0]
+    layers, (channels, *sides) = [], shape
+    while not layers or max(sides) > 7:
+        layers += [layer_init(nn.Conv2d(channels, 32, 3, stride=2, padding=1), 2**0.5), nn.ReLU()]
+        channels, sides = 32, [(side + 1) // 2 for side in sides]
+    return nn.Sequential(*layers, nn.Flatten(), layer_init(nn.Linear(32 * math.prod(sides), 128), 2**0.5), nn.ReLU()), 128
+
+
 def sampled_action(space, policy, deterministic=False):
-    """One action for each row of `policy` (n, P), the likeliest if `deterministic`: (n,) for Discrete, (n, A) for Box."""
-    if isinstance(space, gym.spaces.Discrete):
-        gumbel = 0 if deterministic else -torch.empty_like(policy).exponential_().log()
+    """An action (n, A) for each row of `policy` (n, A, P), the likeliest if `deterministic`; choices are counted from 0."""
+    if not isinstance(space, gym.spaces.Box):
+        gumbel = 0 if deterministic else -torch.empty_like(policy).exponential_().clamp_min(1e-30).log()
         return (policy + gumbel).argmax(-1)
-    mean, logstd = policy.chunk(2, -1)
+    mean, logstd = policy.unbind(-1)
     return mean if deterministic else mean + logstd.exp() * torch.randn_like(mean)
 
 
 def logprob_and_entropy(space, policy, action):
-    """The log-probability of each action and the entropy of each row's distribution, both (n,). In closed form, since
-    `torch.distributions` costs 150 us a call (measured), a third of an acting step."""
-    if isinstance(space, gym.spaces.Discrete):
+    """The log-probability of each action (n, A) and the entropy of each row's distribution, both (n,), summed over the entries. In
+    closed form, since `torch.distributions` costs 150 us a call (measured), a third of an acting step."""
+    if not isinstance(space, gym.spaces.Box):
         logprobs = policy.log_softmax(-1)
-        return logprobs.gather(-1, action[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
-    mean, logstd = policy.chunk(2, -1)
+        return logprobs.gather(-1, action[..., None])[..., 0].sum(-1), -(logprobs.exp() * logprobs).sum((-2, -1))
+    mean, logstd = policy.unbind(-1)
     logprob = -0.5 * ((action - mean) / logstd.exp()) ** 2 - logstd - 0.5 * math.log(2 * math.pi)
     return logprob.sum(-1), (logstd + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
 
@@ -238,8 +425,8 @@ def env_action(space, action):
     """The sampled actions as numpy, as the environments take them. Of a bounded Box, -1 and 1 mean the bounds, so that the
     initial std of 1 explores a wide Box too; actions are clipped to the bounds here only."""
     action = action.cpu().numpy()
-    if isinstance(space, gym.spaces.Discrete):
-        return action + space.start
+    if not isinstance(space, gym.spaces.Box):
+        return (action + choices(space)[0]).reshape(-1, *space.shape).astype(space.dtype)
     bounded = (space.low > -1e30) & (space.high < 1e30)  # float32's largest number is a bound in name only
     low, high = np.where(bounded, space.low, -1.0), np.where(bounded, space.high, 1.0)
     action = (high + low) / 2 + (high - low) / 2 * action.reshape(-1, *space.shape)
@@ -252,6 +439,13 @@ def layer_init(layer, std):
     nn.init.orthogonal_(layer.weight, std)
     nn.init.zeros_(layer.bias)
     return layer
+
+
+def mlp(sizes, std):
+    """Linear layers from each size to the next with tanh between them; the last one's weights have scale `std`."""
+    stds = [2**0.5] * (len(sizes) - 2) + [std]
+    layers = [layer_init(nn.Linear(*pair), std) for pair, std in zip(pairwise(sizes), stds, strict=True)]
+    return nn.Sequential(*[module for layer in layers for module in (layer, nn.Tanh())][:-1])
 
 
 def lstm_init(lstm):
@@ -268,51 +462,71 @@ def lstm_init(lstm):
 
 
 class Agent(nn.Module):
-    """Encoder, LSTM(s), heads, and the running statistics by which observations and rewards are normalised.
+    """Encoders, LSTM(s), heads, and the running statistics by which observations and rewards are normalised.
 
-    A state is one tensor (K, 2, layers, N, H): for each LSTM, h and c of each layer. `step` runs one time step (acting),
-    `run_sequences` whole sequences (learning); from the same state they compute the same.
+    Observations are what `AgentInputs` gives, as tensors: the leaves (n, *shape) and the action mask (n, A, P). A state is one
+    tensor (K, 2, layers, N, H): for each LSTM, h and c of each layer. `step` runs one time step (acting), `run_sequences` whole
+    sequences (learning); from the same state they compute the same. K is 0 without recurrence: the features are the memory.
     """
 
     def __init__(self, obs_space, action_space, args):
         super().__init__()
         self.action_space, self.norm_obs, self.critic_lstm = action_space, args.norm_obs, args.critic_lstm
+        self.leaves = obs_space.spaces[:-1]
+        self.floats = [space.dtype.kind == "f" for space in self.leaves]
         hidden_size = args.lstm_hidden_size
-        continuous = isinstance(action_space, gym.spaces.Box)
-        action_size = math.prod(action_space.shape) if continuous else int(action_space.n)
+        self.state_size = ((2 if args.critic_lstm == "separate" else 1) if args.recurrent else 0), 2, args.lstm_layers, hidden_size
 
-        self.encoder, feature_size = nn.Identity(), math.prod(obs_space.shape)  # (n, D) -> (n, F), here the same
-        num_lstms = 2 if args.critic_lstm == "separate" else 1
-        self.lstms = nn.ModuleList(lstm_init(nn.LSTM(feature_size, hidden_size, args.lstm_layers)) for _ in range(num_lstms))
-        critic_size = feature_size if args.critic_lstm == "none" else hidden_size
-        self.actor = nn.Sequential(layer_init(nn.Linear(hidden_size, 64), 2**0.5), nn.Tanh(), layer_init(nn.Linear(64, action_size), 0.1))
-        self.critic = nn.Sequential(layer_init(nn.Linear(critic_size, 64), 2**0.5), nn.Tanh(), layer_init(nn.Linear(64, 1), 1.0))
+        encoders, sizes = zip(*map(encoder, self.leaves), strict=True)
+        self.encoders, feature_size = nn.ModuleList(encoders), sum(sizes)
+        self.lstms = nn.ModuleList(lstm_init(nn.LSTM(feature_size, hidden_size, args.lstm_layers)) for _ in range(self.state_size[0]))
+        actor_sizes = [hidden_size, 64] if args.recurrent else [feature_size, hidden_size, 64]
+        critic_sizes = [feature_size, 64] if args.recurrent and args.critic_lstm == "none" else actor_sizes
+        action_size, num_choices = choices(action_space)[1].shape  # A, P
+        continuous = isinstance(action_space, gym.spaces.Box)
+        self.actor = mlp([*actor_sizes, action_size if continuous else action_size * num_choices], 0.1)
+        self.critic = mlp([*critic_sizes, 1], 1.0)
         self.logstd = nn.Parameter(torch.zeros(1, action_size)) if continuous else None
-        # count, mean and variance of every observation entry, and of the discounted return (float64)
-        self.register_buffer("obs_stats", torch.stack([torch.full(obs_space.shape, x).double() for x in (0.0, 0.0, 1.0)]))
-        self.register_buffer("return_stats", torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))
+        # count, mean and variance of every float entry of the observations, and of the discounted return (float64)
+        fresh = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+        num_floats = sum(size for size, is_float in zip(sizes, self.floats, strict=True) if is_float)
+        self.register_buffer("obs_stats", fresh[:, None].repeat(1, num_floats))
+        self.register_buffer("return_stats", fresh.clone())
 
     def initial_state(self, num_envs):
         """The state at the start of an episode: zeros (K, 2, layers, N, H)."""
-        lstm = self.lstms[0]
-        return lstm.weight_hh_l0.new_zeros(len(self.lstms), 2, lstm.num_layers, num_envs, lstm.hidden_size)
+        *size, hidden_size = self.state_size
+        return next(self.parameters()).new_zeros(*size, num_envs, hidden_size)
+
+    def float_obs(self, obs):
+        """The float leaves of observations, flat and side by side: (n, D)."""
+        leaves = [leaf.flatten(1) for leaf, is_float in zip(obs, self.floats, strict=False) if is_float]
+        return torch.cat(leaves, -1) if leaves else obs[0].new_zeros(len(obs[0]), 0)
 
     def features(self, obs):
-        """Observations (n, *shape) of any dtype, normalised and encoded: (n, F)."""
+        """Observations, normalised and encoded: (n, F), the float leaves first."""
+        x, dtype = self.float_obs(obs), next(self.parameters()).dtype
         if self.norm_obs:
             _, mean, var = self.obs_stats
-            obs = ((obs - mean) / (var + 1e-8).sqrt()).clamp(-10, 10)
-        return self.encoder(obs.reshape(len(obs), -1).to(self.lstms[0].weight_hh_l0.dtype))
+            x = ((x - mean) / (var + 1e-8).sqrt()).clamp(-10, 10)
+        others = zip(self.leaves, self.encoders, obs, self.floats, strict=False)  # obs has the mask behind them
+        return torch.cat(
+            [x.to(dtype)] + [net(prepared(space, leaf).to(dtype)) for space, net, leaf, is_float in others if not is_float], -1
+        )
 
-    def heads(self, features, memories):
-        """Policy outputs (n, P) and values (n,) from the features (n, F) and each LSTM's output, K x (n, H)."""
+    def heads(self, features, memories, mask):
+        """Policy outputs (n, A, P) and values (n,) from the features (n, F), each LSTM's output, K x (n, H), and the mask (n, A, P).
+        An action that is not valid gets probability 0."""
+        memories = memories or [features]
         policy = self.actor(memories[0])
         if self.logstd is not None:
-            policy = torch.cat([policy, self.logstd.expand_as(policy)], -1)
+            policy = torch.stack([policy, self.logstd.expand_as(policy)], -1)
+        else:
+            policy = policy.view(mask.shape).masked_fill(~mask, -1e9)
         return policy, self.critic(features if self.critic_lstm == "none" else memories[-1])[:, 0]
 
     def step(self, obs, state):
-        """One time step of N environments: obs (N, *shape), state (K, 2, layers, N, H) -> policy (N, P), value (N,), the
+        """One time step of N environments: observations, state (K, 2, layers, N, H) -> policy (N, A, P), value (N,), the
         next state. `torch.lstm_cell` on the LSTM's own weights takes half the time of `nn.LSTM` on one step (measured)."""
         features = self.features(obs)
         memories, next_state = [], torch.empty_like(state)
@@ -322,12 +536,12 @@ class Agent(nn.Module):
                 x, c = torch.lstm_cell(x, (state[k, 0, layer], state[k, 1, layer]), *weights)
                 next_state[k, 0, layer], next_state[k, 1, layer] = x, c
             memories.append(x)
-        return *self.heads(features, memories), next_state
+        return *self.heads(features, memories, obs[-1]), next_state
 
     def run_sequences(self, obs, state, lengths, packed=None, pad=0.0):
-        """Whole sequences at once: policy (n, P), value (n,) for each of their steps, and the state after the last ones.
+        """Whole sequences at once: policy (n, A, P), value (n,) for each of their steps, and the state after the last ones.
 
-        obs (n, *shape) holds the steps of S sequences, time-major: step 0 of each, then step 1 of each, ...; `lengths`
+        obs holds the n steps of S sequences, time-major: step 0 of each, then step 1 of each, ...; `lengths`
         (S,) descends, so a step's sequences are always the first ones and this order is PackedSequence's own.
         state (K, 2, layers, S, H) is the state before each sequence. Only real steps enter the encoder, leave the LSTMs and
         reach the heads; what the padding holds (`pad`) changes nothing. Only `packed` knows the state after the sequences.
@@ -340,16 +554,16 @@ class Agent(nn.Module):
             index = steps.flatten().nonzero()[:, 0].to(features.device)  # (n,), the real steps among the L * S
             padded = features.new_full((steps.numel(), features.shape[1]), pad).index_copy(0, index, features)
             padded = padded.view(*steps.shape, -1)  # (L, S, F)
-        memories, next_state = [], []
-        for lstm, (h, c) in zip(self.lstms, state, strict=True):  # h, c: (layers, S, H)
+        memories, next_state = [], torch.empty_like(state) if packed else None
+        for k, (lstm, (h, c)) in enumerate(zip(self.lstms, state, strict=True)):  # h, c: (layers, S, H)
             if packed:
                 memory, last = lstm(PackedSequence(features, steps.sum(1)), (h, c))
+                next_state[k] = torch.stack(last).detach()
                 memories.append(memory.data)  # (n, H)
-                next_state.append(torch.stack(last))
             else:
                 memory, _ = lstm(padded, (h, c))  # (L, S, H)
                 memories.append(memory.flatten(0, 1).index_select(0, index))  # (n, H)
-        return *self.heads(features, memories), torch.stack(next_state) if packed else None
+        return *self.heads(features, memories, obs[-1]), next_state
 
 
 # ----------------------------------------------------------------------------------------------- running statistics
@@ -358,7 +572,7 @@ def update_statistics(stats, batch):
     (Chan et al. 1979)."""
     count, mean, var = stats.clone()
     n, batch = len(batch), batch.double()
-    if n:
+    if batch.numel():
         delta = batch.mean(0) - mean
         stats[0] = count + n
         stats[1] = mean + delta * n / (count + n)
@@ -373,8 +587,8 @@ class Rollout(NamedTuple):
     is ignored, and the next episode starts at t+1 with a zero state. Its value is what a truncation at t-1 bootstraps from.
     """
 
-    obs: torch.Tensor  # (T, N, *shape), in the environment's dtype
-    actions: torch.Tensor  # (T, N) or (T, N, A)
+    obs: tuple  # of each leaf (T, N, *shape) in the environment's dtype, the action mask (T, N, A, P) last
+    actions: torch.Tensor  # (T, N, A)
     logprobs: torch.Tensor  # (T, N)
     values: torch.Tensor  # (T + 1, N), the last row for the observation after the rollout
     rewards: np.ndarray  # (T, N), as paid by the environment
@@ -387,7 +601,7 @@ class Rollout(NamedTuple):
 class Carry(NamedTuple):
     """What acting hands from one rollout to the next, for each of the N environments."""
 
-    next_obs: np.ndarray
+    next_obs: tuple  # of each leaf (N, *shape), the action mask (N, A, P) last
     next_done: np.ndarray  # the episode has ended: this observation is its final one
     next_state: torch.Tensor  # (K, 2, layers, N, H) before this observation, zero at an episode's start
     episode_return: np.ndarray
@@ -397,8 +611,13 @@ class Carry(NamedTuple):
 def first_carry(envs, agent, seeds):
     """The carry before the first step, after a reset with one seed per environment."""
     n = envs.num_envs
-    obs, _ = envs.reset(seed=[int(s) for s in seeds])
+    obs, _ = envs.reset(seed=seeds)
     return Carry(obs, np.zeros(n, bool), agent.initial_state(n), np.zeros(n), np.zeros(n, int))
+
+
+def as_tensors(obs, device):
+    """A tuple of arrays as tensors."""
+    return tuple(torch.as_tensor(leaf).to(device) for leaf in obs)
 
 
 @torch.no_grad()
@@ -409,7 +628,7 @@ def collect(envs, agent, carry, num_steps):
     episode_return, episode_length = episode_return.copy(), episode_length.copy()
     rows, episodes = [], []
     for t in range(num_steps):
-        obs, valid = torch.as_tensor(next_obs).to(device), ~next_done
+        obs, valid = as_tensors(next_obs, device), ~next_done
         policy, value, next_state = agent.step(obs, next_state)
         if next_done.any():  # this slot's observation is a final one, so the next slot starts an episode
             next_state[..., torch.as_tensor(next_done), :] = 0
@@ -422,11 +641,12 @@ def collect(envs, agent, carry, num_steps):
         for i in np.flatnonzero(next_done):
             episodes.append((t, episode_return[i], episode_length[i]))
             episode_return[i], episode_length[i] = 0, 0
-    _, last_value, _ = agent.step(torch.as_tensor(next_obs).to(device), next_state)
+    _, last_value, _ = agent.step(as_tensors(next_obs, device), next_state)
 
     obs, actions, policies, values, *flags = zip(*rows, strict=True)
     logprobs, _ = logprob_and_entropy(action_space, torch.cat(policies), torch.cat(actions))  # (T * N,), one call for all steps
-    tensors = torch.stack(obs), torch.stack(actions), logprobs.view(num_steps, -1), torch.stack([*values, last_value])
+    obs = tuple(map(torch.stack, zip(*obs, strict=True)))
+    tensors = obs, torch.stack(actions), logprobs.view(num_steps, -1), torch.stack([*values, last_value])
     rollout = Rollout(*tensors, *map(np.stack, flags), initial_state=carry.next_state)
     return rollout, Carry(next_obs, next_done, next_state, episode_return, episode_length), episodes
 
@@ -468,9 +688,13 @@ class Sequences(NamedTuple):
     piece: np.ndarray  # (S,), 0 for a whole sequence or its first piece; row i continues row i - 1 if piece[i] > 0
 
 
-def whole_sequences(valid):
+def whole_sequences(valid, recurrent=True):
     """The whole sequences of a rollout: the longest runs of valid slots (T, N) in each environment. Each starts at slot 0
-    or at an episode's start and ends at the last slot or with its episode, so no state is ever reset inside one."""
+    or at an episode's start and ends at the last slot or with its episode, so no state is ever reset inside one. Without
+    recurrence a sequence is a step."""
+    if not recurrent:
+        start, env = np.nonzero(valid)
+        return Sequences(env, start, np.ones_like(env), np.zeros_like(env))
     edges = np.diff(np.pad(valid.T.astype(np.int8), ((0, 0), (1, 1))))  # (N, T + 1), 1 where a run starts, -1 behind its end
     env, start = np.nonzero(edges == 1)
     end = np.nonzero(edges == -1)[1]
@@ -545,6 +769,11 @@ def time_major(pieces, rows, num_envs):
     return rows, lengths, torch.as_tensor(index[t < lengths])
 
 
+def at(b_obs, index):
+    """The steps `index` (n,) of a tuple of leaves (T * N, ...)."""
+    return tuple(leaf[index] for leaf in b_obs)
+
+
 @torch.no_grad()
 def states_before(agent, b_obs, initial_state, pieces):
     """The LSTM state before each piece (K, 2, layers, S, H): the rollout's initial state at slot 0, zero at an episode's start;
@@ -555,7 +784,7 @@ def states_before(agent, b_obs, initial_state, pieces):
     state[..., begins, :] = initial_state[..., pieces.env[begins], :]
     for k in range(1, pieces.piece.max() + 1):
         before, lengths, index = time_major(pieces, np.flatnonzero(pieces.piece == k) - 1, initial_state.shape[-2])
-        _, _, state[..., before + 1, :] = agent.run_sequences(b_obs[index], state[..., before, :], lengths, packed=True)
+        _, _, state[..., before + 1, :] = agent.run_sequences(at(b_obs, index), state[..., before, :], lengths, packed=True)
     return state
 
 
@@ -585,8 +814,8 @@ def ppo_losses(args, newlogprob, entropy, newvalue, oldlogprob, oldvalue, advant
 def update(agent, optimizer, rollout, advantages, args, rng):
     """All epochs over one rollout. Returns the metrics to log; losses are means over all steps learnt from."""
     T, N = rollout.valid.shape
-    device = rollout.obs.device
-    b_obs, b_actions, b_logprobs = (x.flatten(0, 1) for x in (rollout.obs, rollout.actions, rollout.logprobs))
+    device = rollout.values.device
+    b_obs, b_actions, b_logprobs = tuple(x.flatten(0, 1) for x in rollout.obs), rollout.actions.flatten(0, 1), rollout.logprobs.flatten()
     b_values = rollout.values[:-1].flatten()
     b_advantages = torch.as_tensor(advantages.flatten(), dtype=b_values.dtype, device=device)
     b_returns = b_advantages + b_values
@@ -598,11 +827,11 @@ def update(agent, optimizer, rollout, advantages, args, rng):
     explained = 1 - b_advantages[b_valid].var(correction=0).item() / returns_var if returns_var > 0 else 0.0
     if args.norm_adv and args.norm_adv_scope == "rollout":
         b_advantages[b_valid] = normalised(b_advantages[b_valid])
-    sequences = whole_sequences(rollout.valid)
+    sequences = whole_sequences(rollout.valid, args.recurrent)
 
     def relearnt(rows):  # what the current weights make of some rows of the table; the indices of their steps first
         rows, lengths, mb_inds = time_major(pieces, rows, N)
-        policy, newvalue, _ = agent.run_sequences(b_obs[mb_inds], state[..., rows, :], lengths)
+        policy, newvalue, _ = agent.run_sequences(at(b_obs, mb_inds), state[..., rows, :], lengths)
         newlogprob, entropy = logprob_and_entropy(agent.action_space, policy, b_actions[mb_inds])
         return mb_inds, newlogprob, entropy, newvalue
 
@@ -652,18 +881,20 @@ def update(agent, optimizer, rollout, advantages, args, rng):
 
 # -------------------------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
-def evaluate(agent, env_id, episodes, num_envs):
-    """Undiscounted returns (episodes,) of whole episodes, one for each of the seeds FIRST_EVAL_SEED, FIRST_EVAL_SEED + 1, ...
+def evaluate(agent, args):
+    """Undiscounted returns (--eval-episodes,) of whole episodes, one for each of the seeds FIRST_EVAL_SEED, FIRST_EVAL_SEED + 1, ...
     The state is carried through an episode and is zero at its start."""
+    episodes = args.eval_episodes
     returns = np.zeros(episodes)
-    envs = make_envs(env_id, min(num_envs, max(episodes, 1)))
+    num_envs = min(args.num_envs, episodes) if args.vec_env != "envpool" else episodes  # its seeds are given but once
+    envs = make_envs(replace(args, num_envs=num_envs), [FIRST_EVAL_SEED + i for i in range(num_envs)])
     for first in range(0, episodes, envs.num_envs):
         numbers = first + np.arange(envs.num_envs)  # in the last round, numbers beyond `episodes` are run and not counted
         obs, _ = envs.reset(seed=[FIRST_EVAL_SEED + int(i) for i in numbers])
         state = agent.initial_state(envs.num_envs)
         running = numbers < episodes
         while running.any():
-            policy, _, state = agent.step(torch.as_tensor(obs).to(state.device), state)
+            policy, _, state = agent.step(as_tensors(obs, state.device), state)
             action = sampled_action(envs.single_action_space, policy, deterministic=True)
             obs, reward, termination, truncation, _ = envs.step(env_action(envs.single_action_space, action))
             returns[numbers[running]] += reward[running]
@@ -681,8 +912,9 @@ def train(args):
     torch.backends.cudnn.deterministic = args.torch_deterministic
     rng = np.random.default_rng(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
-    envs = make_envs(args.env_id, args.num_envs)
+    envs = make_envs(args, env_seeds(args))
     agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
+    carry = first_carry(envs, agent, env_seeds(args))
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, fused=True)
 
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "_").replace(":", "_")
@@ -700,7 +932,6 @@ def train(args):
     last_returns, discounted_return, warned = deque(maxlen=100), np.zeros(args.num_envs), False
     start_time = last_print = time.time()
     bar = tqdm(total=num_iterations * batch_size, unit=" steps", disable=not sys.stderr.isatty())
-    carry = first_carry(envs, agent, np.random.SeedSequence(args.seed).generate_state(args.num_envs) % FIRST_EVAL_SEED)
     for iteration in range(num_iterations):
         global_step = iteration * batch_size
         if args.anneal_lr:
@@ -721,7 +952,7 @@ def train(args):
         advantages = gae(rewards, values, rollout.terminations, rollout.truncations, args.gamma, args.gae_lambda)
         metrics = update(agent, optimizer, rollout, advantages, args, rng)
         if args.norm_obs:  # between iterations only: inside one, the policy that learns must be the policy that acted
-            update_statistics(agent.obs_stats, rollout.obs[torch.as_tensor(rollout.valid)])
+            update_statistics(agent.obs_stats, agent.float_obs([x[torch.as_tensor(rollout.valid)] for x in rollout.obs]))
         update_end = time.time()
 
         global_step += batch_size
@@ -743,7 +974,7 @@ def train(args):
     bar.close()
     envs.close()
 
-    eval_returns = evaluate(agent, args.env_id, args.eval_episodes, args.num_envs)
+    eval_returns = evaluate(agent, args) if args.eval_episodes else np.zeros(0)
     if args.eval_episodes:
         writer.add_scalar("charts/eval_return", eval_returns.mean(), global_step)
     writer.close()

@@ -97,7 +97,7 @@ def costs(flags):
     args = ppo.parsed_args(["--eval-episodes", "0", *flags])
     torch.manual_seed(1)
     rng = np.random.default_rng(1)
-    envs, idle_envs = (ppo.make_envs(args.env_id, args.num_envs) for _ in range(2))
+    envs, idle_envs = (ppo.make_envs(args) for _ in range(2))
     idle_envs.reset(seed=1)
     action = idle_envs.action_space.sample()
     agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args)

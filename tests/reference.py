@@ -1,5 +1,6 @@
 """The naive reference: one environment, one step at a time, the LSTM written out gate by gate, states reset by hand."""
 
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -15,10 +16,14 @@ def args(*flags):
     return ppo.parsed_args([*base.split(), *flags])
 
 
+def make_envs(env_id, num_envs, *flags):
+    return ppo.make_envs(replace(args("--env-id", env_id, *flags), num_envs=num_envs))
+
+
 def make_agent(args, dtype=torch.float32):
     """An agent whose every parameter is random, so that no output is zero by initialisation, and whose statistics are not the
     identity."""
-    envs = ppo.make_envs(args.env_id, 1)
+    envs = ppo.make_envs(replace(args, num_envs=1))
     agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args).to(dtype)
     for param in agent.parameters():
         param.data.normal_(0, 0.5)
@@ -53,14 +58,15 @@ def naive_outputs(agent, obs, valid, initial_state, detach_every=None):
             if detach_every and age and age % detach_every == 0:
                 states = [([x.detach() for x in h], [x.detach() for x in c]) for h, c in states]
             age += 1
-            features = agent.features(obs[t, n][None])
+            now = [leaf[t, n][None] for leaf in obs]
+            features = agent.features(now)
             memories, after = [], []
             for lstm, (h, c) in zip(agent.lstms, states, strict=True):
                 out, h, c = naive_lstm_step(lstm, features[0], h, c)
                 memories.append(out[None])
                 after.append((h, c))
             states = after
-            policy, value = agent.heads(features, memories)
+            policy, value = agent.heads(features, memories, now[-1])
             state = torch.stack([torch.stack([torch.stack(h), torch.stack(c)]) for h, c in states])  # (K, 2, layers, H)
             outputs[t, n] = policy[0], value[0], state
     return outputs
@@ -83,7 +89,7 @@ def random_rollout(agent, valid, seed=0):
     ended = np.zeros((T, N), bool)
     ended[:-1] = ~valid[1:]
     return ppo.Rollout(
-        obs=torch.randn(T, N, *agent.obs_stats.shape[1:], dtype=dtype),
+        obs=(torch.randn(T, N, *agent.obs_stats.shape[1:], dtype=dtype), torch.ones(T, N, 1, 2, dtype=torch.bool)),
         actions=torch.randn(T, N, 1, dtype=dtype),
         logprobs=torch.randn(T, N, dtype=dtype) - 2,
         values=torch.randn(T + 1, N, dtype=dtype),

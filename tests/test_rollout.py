@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import ppo_lstm_seq as ppo
-from reference import GradientRecorder, args, make_agent, recorded_train
+from reference import GradientRecorder, args, make_agent, make_envs, recorded_train
 
 
 def rollouts(env_id, count, *flags, agent=None):
     """The first `count` rollouts of an agent that does not learn, with their carries and episodes."""
     a = args("--env-id", env_id, *flags)
-    envs = ppo.make_envs(env_id, a.num_envs)
+    envs = ppo.make_envs(a)
     agent = agent or make_agent(a)
     carry, results = ppo.first_carry(envs, agent, range(a.num_envs)), []
     for _ in range(count):
@@ -59,20 +59,20 @@ def test_the_state_is_zero_at_episode_starts_and_nowhere_else():
     agent = make_agent(a)
     step = agent.step
     agent.step = lambda obs, state: (states.append(state.clone()), step(obs, state))[1]
-    envs = ppo.make_envs("Three-v0", 2)
+    envs = make_envs("Three-v0", 2)
     rollout, carry, episodes = ppo.collect(envs, agent, ppo.first_carry(envs, agent, range(2)), 10)
     assert (~rollout.valid[:, 0]).nonzero()[0].tolist() == [3, 7]
     zero = [t for t, state in enumerate(states) if not state.any()]
     assert zero == [0, 4, 8] and [t for t, state in enumerate(states) if not state[..., 0, :].any()] == zero
     table = ppo.whole_sequences(rollout.valid)
-    rebuilt = ppo.states_before(agent, rollout.obs.flatten(0, 1), rollout.initial_state, table)
+    rebuilt = ppo.states_before(agent, [x.flatten(0, 1) for x in rollout.obs], rollout.initial_state, table)
     assert table.start.tolist() == [0, 4, 8] * 2 and not rebuilt.any()
     assert [length for _, _, length in episodes] == [3] * 4  # every logged length is 3, the ignored steps are not counted
     assert [episodic_return for _, episodic_return, _ in episodes] == [3.0] * 4
     # the next rollout goes on in the middle of an episode: only its first sequences use the stored state
     rollout, _, _ = ppo.collect(envs, agent, carry, 10)
     table = ppo.whole_sequences(rollout.valid)
-    rebuilt = ppo.states_before(agent, rollout.obs.flatten(0, 1), rollout.initial_state, table)
+    rebuilt = ppo.states_before(agent, [x.flatten(0, 1) for x in rollout.obs], rollout.initial_state, table)
     assert torch.equal(rebuilt[..., table.start == 0, :], carry.next_state) and carry.next_state.any()
     assert not rebuilt[..., table.start > 0, :].any()
 
@@ -83,16 +83,16 @@ def test_an_episode_that_ends_on_the_rollouts_last_step():
     (first, carry, _), (second, _, _) = results
     assert first.valid.all() and carry.next_done.all()
     assert second.valid[:, 0].tolist() == [False, True, True]
-    assert second.obs[0, :, 0].tolist() == [3, 3, 3] and second.obs[1, :, 0].tolist() == [0, 0, 0]
+    assert second.obs[0][0, :, 0].tolist() == [3, 3, 3] and second.obs[0][1, :, 0].tolist() == [0, 0, 0]
     table = ppo.whole_sequences(second.valid)
     assert (table.start == 1).all()
-    assert not ppo.states_before(agent, second.obs.flatten(0, 1), second.initial_state, table).any()
+    assert not ppo.states_before(agent, [x.flatten(0, 1) for x in second.obs], second.initial_state, table).any()
 
 
 def test_the_environments_reset_on_the_next_step_also_where_gymnasium_has_a_class_of_its_own():
     """`gym.make_vec("CartPole-v1")` takes another vector class unless told not to."""
     for env_id in ("CartPole-v1", "PendulumNoVel-v1"):
-        assert ppo.make_envs(env_id, 2).metadata["autoreset_mode"] is gym.vector.AutoresetMode.NEXT_STEP
+        assert make_envs(env_id, 2).metadata["autoreset_mode"] is gym.vector.AutoresetMode.NEXT_STEP
 
 
 @pytest.mark.parametrize("no_vel_id, base_id, hidden", [(k, *v) for k, v in ppo.NO_VEL.items()])
@@ -118,10 +118,10 @@ def test_no_lstm_state_is_kept_per_step():
     sizes = {}
     for steps in (8, 32):
         _, agent, [(rollout, _, _)] = rollouts("Long-v0", 1, "--num-steps", str(steps), "--lstm-hidden-size", "77")
-        assert all(77 not in x.shape for x in rollout[:-1])
-        sizes[steps] = [x.nbytes for x in rollout]
+        assert all(77 not in x.shape for x in (*rollout.obs, *rollout[1:-1]))
+        sizes[steps] = [x.nbytes for x in (*rollout.obs, *rollout[1:])]
     assert sizes[8][-1] == sizes[32][-1] == 2 * 2 * 1 * 3 * 77 * 4
-    per_step = 3 * (2 * 4 + 4 + 4 + 4 + 8 + 3)  # obs, action, logprob, value, reward, three flags, of 3 environments
+    per_step = 3 * (2 * 4 + 2 + 4 + 4 + 4 + 8 + 3)  # obs, mask, action, logprob, value, reward, three flags, of 3 environments
     assert sum(sizes[32]) - sum(sizes[8]) == 24 * per_step
 
 
@@ -148,12 +148,12 @@ def test_a_truncation_bootstraps_from_the_final_observation():
     for env_id, last in (("Truncated5-v0", 1 + 0.9 * 5), ("Terminated5-v0", 1.0)):
         agent = make_agent(args("--env-id", env_id))
         step = agent.step
-        agent.step = lambda obs, state, step=step: (step(obs, state)[0], obs[:, 0], step(obs, state)[2])
+        agent.step = lambda obs, state, step=step: (step(obs, state)[0], obs[0][:, 0], step(obs, state)[2])
         _, _, results = rollouts(env_id, 2, "--num-steps", "8", agent=agent)
         for rollout, _, _ in results:
             values = rollout.values.numpy()
             targets = values[:-1] + ppo.gae(rollout.rewards, values, rollout.terminations, rollout.truncations, 0.9, 0.0)
-            t = rollout.obs[..., 0].numpy()
+            t = rollout.obs[0][..., 0].numpy()
             assert np.allclose(targets[rollout.valid], np.where(t == 4, last, 1 + 0.9 * (t + 1))[rollout.valid])
 
 
@@ -162,10 +162,10 @@ def test_the_value_of_a_final_observation_uses_the_state_carried_to_it():
     _, agent, [(rollout, carry, _)] = rollouts("Truncated5-v0", 1, "--num-steps", "5")
     state = rollout.initial_state
     for t in range(5):
-        _, value, state = agent.step(rollout.obs[t], state)
-    _, value, _ = agent.step(torch.as_tensor(carry.next_obs), state)
+        _, value, state = agent.step([x[t] for x in rollout.obs], state)
+    _, value, _ = agent.step(ppo.as_tensors(carry.next_obs, "cpu"), state)
     assert rollout.truncations[4].all() and torch.allclose(rollout.values[5], value)
-    _, from_zero, _ = agent.step(torch.as_tensor(carry.next_obs), torch.zeros_like(state))
+    _, from_zero, _ = agent.step(ppo.as_tensors(carry.next_obs, "cpu"), torch.zeros_like(state))
     assert not torch.isclose(value, from_zero).any()
 
 
@@ -175,7 +175,7 @@ def test_a_value_of_ten_holds_up_to_a_time_limit_but_not_to_a_termination():
     for env_id, last in (("Truncated50-v0", 0.0), ("Terminated50-v0", -9.0)):
         agent = make_agent(args("--env-id", env_id))
         step = agent.step
-        agent.step = lambda obs, state, step=step: (step(obs, state)[0], torch.full((len(obs),), 10.0), step(obs, state)[2])
+        agent.step = lambda obs, state, step=step: (step(obs, state)[0], torch.full((len(obs[0]),), 10.0), step(obs, state)[2])
         _, _, [(rollout, _, _)] = rollouts(env_id, 1, "--num-steps", "60", agent=agent)
         advantages = ppo.gae(rollout.rewards, rollout.values.numpy(), rollout.terminations, rollout.truncations, 0.9, 0.0)
         assert np.allclose(advantages[:49], 0) and np.allclose(advantages[49], last) and np.allclose(advantages[51:], 0)
@@ -192,7 +192,7 @@ def test_training_computes_advantages_from_the_scaled_rewards_the_flags_and_the_
     running, seen = np.zeros(3), []
     for metrics, rollout, advantages in calls:
         for t, n in np.argwhere(rollout.valid):
-            fresh = t > 0 and not rollout.valid[t - 1, n] or t == 0 and rollout.obs[0, n, 0] == 0
+            fresh = t > 0 and not rollout.valid[t - 1, n] or t == 0 and rollout.obs[0][0, n, 0] == 0
             running[n] = rollout.rewards[t, n] + (0 if fresh else 0.8 * running[n])
             seen.append(running[n])
         scale = np.std(seen) if norm_reward == "--norm-reward" else 1.0

@@ -20,7 +20,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo_lstm_seq as ppo
-from reference import args, make_agent, recorded_train
+from reference import args, make_agent, make_envs, recorded_train
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "ppo_lstm_seq.py"
@@ -120,7 +120,13 @@ BAD = [
     (("--env-id", "Pendulum v1"), "--env-id 'Pendulum v1'", "Pendulum-v1"),
     (("--env-id", "a:b:c"), "--env-id 'a:b:c'", "a:b:c"),
     (("--env-id", "GymV26Environment-v0"), "--env-id 'GymV26Environment-v0'", "gym"),
-    (("--env-id", "Blackjack-v1"), "--env-id Blackjack-v1", "only Box"),
+    (("--env-id", "TextObs-v0"), "--env-id TextObs-v0 has observations mission of type Text", "--obs-keys image direction"),
+    (("--env-id", "SequenceObs-v0"), "--env-id SequenceObs-v0 has observations of type Sequence", "wrap the env"),
+    (("--env-id", "TextAction-v0"), "--env-id TextAction-v0 has actions of type Text", "MultiBinary"),
+    (("--env-id", "WrongMask-v0"), "--env-id WrongMask-v0: its action_mask has 2 entries", "3 choices"),
+    (("--env-id", "TextObs-v0", "--obs-keys", "imgae"), "--env-id 'TextObs-v0'", "imgae"),
+    (("--vec-env", "envpool", "--frame-stack", "2"), "--vec-env envpool", "sync"),
+    (("--frame-stack", "0"), "--frame-stack is 0", "at least 1"),
     (("--num-minibatches", "2049"), "--num-minibatches is 2049", "lower it"),
     (("--batching", "env-split", "--num-envs", "6"), "--batching env-split", "multiple of --num-minibatches"),
     (("--total-timesteps", "2047"), "--total-timesteps is 2047", "raise it"),
@@ -156,8 +162,9 @@ def test_a_missing_package_is_one_line_with_its_install_command(monkeypatch, cap
     monkeypatch.setattr(gym, "make_vec", make_vec)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for call, words in (
-        (lambda: ppo.make_envs("LunarLanderNoVel-v3", 1), 'pip install "gymnasium[box2d]"'),
+        (lambda: make_envs("LunarLanderNoVel-v3", 1), 'pip install "gymnasium[box2d]"'),
         (lambda: args("--track"), "pip install wandb"),
+        (lambda: make_envs("CartPoleNoVel-v1", 1, "--vec-env", "envpool"), "pip install envpool"),
     ):
         with pytest.raises(SystemExit) as stop:
             call()
@@ -217,8 +224,9 @@ def test_the_learning_rate_falls_unless_told_not_to():
 
 def test_evaluation_is_deterministic():
     """ShapesDiscrete-v0 pays for one of three actions."""
-    agent = make_agent(args("--env-id", "ShapesDiscrete-v0"))
-    returns = [ppo.evaluate(agent, "ShapesDiscrete-v0", 9, 3).tolist() for _ in range(2)]
+    a = args("--env-id", "ShapesDiscrete-v0", "--eval-episodes", "9")
+    agent = make_agent(a)
+    returns = [ppo.evaluate(agent, a).tolist() for _ in range(2)]
     assert returns[0] == returns[1] and len(set(returns[0])) > 1
 
 
@@ -233,8 +241,7 @@ def test_evaluation_runs_each_fixed_seed_once_and_training_uses_none_of_them(mon
         return envs
 
     monkeypatch.setattr(ppo, "make_envs", spying)
-    agent = make_agent(args())
-    returns = ppo.evaluate(agent, "Ragged-v0", 7, 3)
+    returns = ppo.evaluate(make_agent(args()), args("--eval-episodes", "7"))
     expected = []
     for i in range(7):
         env = gym.make("Ragged-v0").unwrapped
@@ -256,14 +263,14 @@ def test_a_recall_task_is_learnt_and_needs_the_state_passed_on():
     agent, _, returns, _ = recorded_train(a)
     assert returns.mean() == 1.0
     torch.save(agent.state_dict(), "weights.pt")
-    envs = ppo.make_envs("Recall-v0", 1)
+    envs = make_envs("Recall-v0", 1)
     loaded = ppo.Agent(envs.single_observation_space, envs.single_action_space, a)
-    assert ppo.evaluate(loaded, "Recall-v0", 50, 16).mean() < 0.8
+    assert ppo.evaluate(loaded, a).mean() < 0.8
     loaded.load_state_dict(torch.load("weights.pt", weights_only=True))
-    assert np.array_equal(ppo.evaluate(loaded, "Recall-v0", 50, 16), returns)
+    assert np.array_equal(ppo.evaluate(loaded, a), returns)
     step = loaded.step
     loaded.step = lambda obs, state: step(obs, torch.zeros_like(state))
-    assert ppo.evaluate(loaded, "Recall-v0", 50, 16).mean() < 0.8
+    assert ppo.evaluate(loaded, a).mean() < 0.8
 
 
 def test_the_script_stands_alone_and_names_its_packages():
@@ -274,7 +281,7 @@ def test_the_script_stands_alone_and_names_its_packages():
         for node in ast.walk(ast.parse(source))
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
-    } - set(sys.stdlib_module_names)
+    } - {*sys.stdlib_module_names, "envpool"}  # only asked for by --vec-env envpool
     header = re.search(r"# /// script\n(.*?)# ///", source, re.S)[1]
     named = {re.match(r"[\w-]+", x)[0] for x in json.loads(re.search(r"dependencies = (\[.*\])", header)[1])}
     assert imported <= named <= imported | {"tensorboard"}

@@ -35,7 +35,7 @@ def naive_ppo(agent, rollout, advantages, a):
     total, rows = 0, []
     for t, n in steps:
         policy, value, _ = outputs[t, n]
-        normal = torch.distributions.Normal(policy[:1], policy[1:].exp())
+        normal = torch.distributions.Normal(policy[:, 0], policy[:, 1].exp())
         logratio = normal.log_prob(rollout.actions[t, n]).sum() - rollout.logprobs[t, n]
         ratio, target = logratio.exp(), advantages[t, n] + rollout.values[t, n]
         A = (advantages[t, n] - mean) / (std + 1e-8)
@@ -108,7 +108,7 @@ def test_what_ignored_slots_hold_changes_nothing(batching, scope):
         rollout = random_rollout(agent, valid)
         advantages = np.random.default_rng(1).normal(size=(11, 3))
         advantages[~valid] = poison
-        for x in (rollout.obs, rollout.actions, rollout.logprobs, rollout.values[:-1]):
+        for x in (rollout.obs[0], rollout.actions, rollout.logprobs, rollout.values[:-1]):
             x[torch.as_tensor(~valid)] = poison
         gradients, metrics = minibatch_gradients(agent, rollout, advantages, a)
         assert torch.stack(gradients).isfinite().all() and np.isfinite(list(metrics.values())).all()

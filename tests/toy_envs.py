@@ -64,6 +64,98 @@ class Recall(gym.Env):
         return np.zeros(1, np.float32), float(over and action == self.sign), over, False, {}
 
 
+class Random(gym.Env):
+    """Observations drawn from a space; takes any action of another; episodes of 3 to 9 steps. With `masks`, it offers the valid
+    actions in that way, and an action that is not valid is an error."""
+
+    def __init__(self, obs_space, action_space, masks=None):
+        self.observation_space, self.action_space, self.masks = obs_space, action_space, masks
+        self.valid = None
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.observation_space.seed(seed)
+        self.t, self.length = 0, self.np_random.integers(3, 10)
+        return self.observation_space.sample(), self._info()
+
+    def _info(self):
+        if self.masks is None:
+            return {}
+        counts = np.ravel(self.action_space.n if isinstance(self.action_space, gym.spaces.Discrete) else self.action_space.nvec)
+        masks = [self.np_random.random(n) < 0.5 for n in counts]
+        for mask in masks:
+            mask[self.np_random.integers(len(mask))] = self.t < self.length  # at least one; behind the end maybe none
+        self.valid = masks
+        if self.masks == "info":
+            return {"action_mask": masks[0].astype(np.int8) if len(masks) == 1 else tuple(masks)}
+        return {"action_mask": np.ones(2)} if self.masks == "wrong" else {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), action
+        if self.masks in ("info", "method"):
+            assert all(mask[a] for mask, a in zip(self.valid, np.ravel(action - self.action_space.start), strict=True)), (
+                action,
+                self.valid,
+            )
+        self.t += 1
+        return self.observation_space.sample(), float(self.np_random.normal()), bool(self.t == self.length), False, self._info()
+
+
+class RandomWithMethod(Random):
+    """Random, with the valid actions as sb3-contrib wants them."""
+
+    def action_masks(self):
+        return np.concatenate(self.valid)
+
+
+class Echo(Toy):
+    """Observes what it was last sent and last paid, zeros at the start: (action..., reward)."""
+
+    def __init__(self, action_space):
+        super().__init__(2, 6)
+        self.action_space = action_space
+        self.size = gym.spaces.flatdim(action_space)
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (self.size + 1,), np.float32)
+
+    def _obs(self):
+        if self.t == 0:
+            return np.zeros(self.size + 1, np.float32)
+        return np.append(gym.spaces.flatten(self.action_space, self.action), self.reward).astype(np.float32)
+
+    def step(self, action):
+        self.action, self.reward = action, float(self.np_random.normal())
+        obs, _, *rest = super().step(action)
+        return obs, self.reward, *rest
+
+
+Box, Dict, Discrete = gym.spaces.Box, gym.spaces.Dict, gym.spaces.Discrete
+MultiBinary, MultiDiscrete, Tuple = gym.spaces.MultiBinary, gym.spaces.MultiDiscrete, gym.spaces.Tuple
+NESTED = Dict(
+    image=Box(0, 255, (9, 8, 3), np.uint8),
+    more=Tuple([Discrete(3, start=2), Dict(vector=Box(-5, 5, (2,), np.float64), bits=MultiBinary(3)), MultiDiscrete([2, 3])]),
+)
+OBSERVATIONS = {
+    "Float64": Box(-1, 1, (2, 3), np.float64),
+    "Int": Box(-4, 9, (3,), np.int32),
+    "Uint16": Box(0, 999, (3,), np.uint16),
+    "Bytes": Box(0, 255, (5,), np.uint8),
+    "ChannelsLast": Box(0, 255, (20, 18, 3), np.uint8),
+    "ChannelsFirst": Box(0, 255, (3, 20, 18), np.uint8),
+    "Discrete": Discrete(16),
+    "MultiDiscrete": MultiDiscrete([[2, 5], [3, 4]]),
+    "MultiBinary": MultiBinary(4),
+    "Nested": NESTED,
+}
+ACTIONS = {
+    "DiscreteStart": Discrete(3, start=5),
+    "Box": Box(-2.0, 0.5, (2, 3), np.float32),
+    "WideBox": Box(-1e4, 3e4, (2,), np.float32),
+    "MultiDiscrete": MultiDiscrete([2, 5, 3]),
+    "MultiBinary": MultiBinary(3),
+}
+TEXT = Dict(mission=gym.spaces.Text(9), image=Box(0, 255, (7, 7, 3), np.uint8), direction=Discrete(4))
+
 for toy_id, entry_point, kwargs in (
     ("Three-v0", Toy, {"min_length": 3, "max_length": 3}),
     ("Single-v0", Toy, {"min_length": 1, "max_length": 1}),
@@ -75,6 +167,19 @@ for toy_id, entry_point, kwargs in (
     ("Truncated50-v0", Toy, {"min_length": 50, "max_length": 50, "end": "truncates"}),
     ("Shapes-v0", Shapes, {"discrete": False}),
     ("ShapesDiscrete-v0", Shapes, {"discrete": True}),
+    *((f"Obs{name}-v0", Random, {"obs_space": space, "action_space": Discrete(2)}) for name, space in OBSERVATIONS.items()),
+    *((f"Act{name}-v0", Random, {"obs_space": Box(-1, 1, (2,)), "action_space": space}) for name, space in ACTIONS.items()),
+    ("Everything-v0", Random, {"obs_space": NESTED, "action_space": MultiDiscrete([2, 5, 3])}),
+    ("TextObs-v0", Random, {"obs_space": TEXT, "action_space": Discrete(2)}),
+    ("SequenceObs-v0", Random, {"obs_space": gym.spaces.Sequence(Discrete(2)), "action_space": Discrete(2)}),
+    ("TextAction-v0", Random, {"obs_space": Box(-1, 1, (2,)), "action_space": gym.spaces.Text(3)}),
+    ("InfoMask-v0", Random, {"obs_space": Discrete(3), "action_space": Discrete(4, start=1), "masks": "info"}),
+    ("InfoMaskMulti-v0", Random, {"obs_space": Discrete(3), "action_space": MultiDiscrete([4, 2]), "masks": "info"}),
+    ("MethodMask-v0", RandomWithMethod, {"obs_space": Discrete(3), "action_space": MultiDiscrete([4, 2]), "masks": "method"}),
+    ("WrongMask-v0", Random, {"obs_space": Discrete(3), "action_space": Discrete(3), "masks": "wrong"}),
+    ("EchoBox-v0", Echo, {"action_space": Box(-2.0, 0.5, (3,), np.float32)}),
+    ("EchoDiscrete-v0", Echo, {"action_space": Discrete(3, start=5)}),
+    ("EchoMulti-v0", Echo, {"action_space": MultiDiscrete([2, 5, 3])}),
     ("Recall-v0", Recall, {"length": 8}),
 ):
     gym.register(toy_id, entry_point=entry_point, kwargs=kwargs)

@@ -97,7 +97,7 @@ def costs(flags):
     args = ppo.parsed_args(["--eval-episodes", "0", *flags])
     torch.manual_seed(1)
     rng = np.random.default_rng(1)
-    envs, idle_envs = (ppo.make_envs(args) for _ in range(2))
+    envs, idle_envs = ppo.make_envs(args), ppo.make_envs(args).env  # the second without what the agent adds
     idle_envs.reset(seed=1)
     action = idle_envs.action_space.sample()
     agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args)
@@ -120,7 +120,8 @@ def costs(flags):
         rewards, discounted_return = ppo.scaled_rewards(agent, rollout, discounted_return, args.gamma)
         advantages = ppo.gae(rewards, rollout.values.numpy(), rollout.terminations, rollout.truncations, args.gamma, args.gae_lambda)
         metrics = ppo.update(agent, optimizer, rollout, advantages, args, rng)
-        ppo.update_statistics(agent.obs_stats, rollout.obs[torch.as_tensor(rollout.valid)])
+        if args.norm_obs:
+            ppo.update_statistics(agent.obs_stats, agent.float_obs([x[torch.as_tensor(rollout.valid)] for x in rollout.obs]))
         updated = time.perf_counter()
         bare = bare_seconds(agent, shapes)
         idle = time.perf_counter()

@@ -14,16 +14,21 @@
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.4", "numpy", "gymnasium>=1.1", "tyro", "tensorboard", "tqdm", "wandb"]
 # ///
+import copy
 import difflib
 import functools
 import heapq
 import importlib.util
+import io
+import itertools
 import math
 import operator
 import os
 import random
+import signal
 import sys
 import time
+import traceback
 import warnings
 from collections import deque
 from dataclasses import dataclass, replace
@@ -33,6 +38,7 @@ from typing import Literal, NamedTuple
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.distributed as dist
 import tyro
 from gymnasium.envs.registration import WrapperSpec
 from gymnasium.vector import AutoresetMode
@@ -59,6 +65,16 @@ class Args:
     """the Weights & Biases project"""
     wandb_entity: str | None = None
     """the Weights & Biases team or user"""
+    capture_video: bool = False
+    """record the first environment, and the evaluation of --evaluate, into runs/NAME/videos"""
+    resume: str | None = None
+    """go on with a run, given by its folder runs/NAME; its arguments hold, and --total-timesteps may be raised"""
+    evaluate: str | None = None
+    """train nothing: evaluate the agent of a run, given by its folder runs/NAME"""
+    checkpoint_interval: int = 10
+    """iterations between checkpoints, from which --resume goes on (0: only when the run ends or is stopped)"""
+    save_model: bool = True
+    """write the trained agent to runs/NAME/model.pt"""
     eval_episodes: int = 100
     """episodes of the deterministic evaluation at the end, on seeds that training never uses (0: none, for tasks that never end)"""
 
@@ -130,10 +146,14 @@ class Args:
     """divide rewards by the running std of the discounted return, clipped to +-10"""
 
 
-def fail(message):
-    """Print one line to stderr and exit with code 2."""
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+# Of a run's arguments, those that may change when it goes on or is evaluated.
+FREE = {"resume", "evaluate", "total_timesteps", "checkpoint_interval", "save_model", "eval_episodes", "capture_video", "cuda", "track"}
+
+
+def fail(message, code=2):
+    """Print one line to stderr and exit: with code 2 for bad input, 1 for a run that went wrong."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
 
 
 def parsed_args(argv=None):
@@ -145,6 +165,13 @@ def parsed_args(argv=None):
         if given and isinstance(getattr(Args, name.replace("-", "_"), None), bool):
             fail(f"--{name} takes no value: write --{name} or --no-{name}")
     args = tyro.cli(Args, args=argv)
+    if args.resume or args.evaluate:
+        state = loaded(args.resume, "checkpoint.pt") if args.resume else loaded(args.evaluate, "checkpoint.pt", "model.pt")
+        saved = Args(**state["args"])
+        args = tyro.cli(Args, args=argv, default=replace(saved, resume=args.resume, evaluate=args.evaluate))
+        for name in vars(saved):
+            if getattr(args, name) != getattr(saved, name) and name not in FREE:
+                fail(f"--{name.replace('_', '-')} is {getattr(args, name)}, but the run has {getattr(saved, name)}: leave it out")
     rules = [
         (
             "at least 1",
@@ -152,7 +179,7 @@ def parsed_args(argv=None):
             "num_envs num_steps num_minibatches update_epochs max_seq_len lstm_hidden_size lstm_layers frame_stack",
         ),
         ("0 to 4294967295", lambda x: 0 <= x < 2**32, "seed"),
-        ("0 or more", lambda x: 0 <= x < math.inf, "eval_episodes learning_rate ent_coef vf_coef"),
+        ("0 or more", lambda x: 0 <= x < math.inf, "eval_episodes checkpoint_interval learning_rate ent_coef vf_coef"),
         ("greater than 0", lambda x: x > 0, "clip_coef max_grad_norm target_kl"),
         ("between 0 and 1", lambda x: 0 <= x <= 1, "gamma gae_lambda"),
     ]
@@ -172,6 +199,11 @@ def parsed_args(argv=None):
         fail(f"{deal}: make --num-envs a multiple of --num-minibatches")
     if args.vec_env == "envpool" and (args.frame_stack > 1 or args.obs_keys):
         fail("--vec-env envpool has neither --frame-stack nor --obs-keys: take --vec-env sync or async")
+    if args.capture_video and args.vec_env != "sync":
+        fail(f"--capture-video can't see into --vec-env {args.vec_env}: take --vec-env sync")
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if args.num_envs % world_size:
+        fail(f"--num-envs is {args.num_envs}, but torchrun started {world_size} processes: make it a multiple")
     if not args.recurrent:  # a sequence is a step, and `fixed-size` deals shuffled sequences
         args.batching, args.max_seq_len = "fixed-size", None
     if args.track and importlib.util.find_spec("wandb") is None:
@@ -266,20 +298,35 @@ class AgentInputs(gym.vector.VectorWrapper):
     def reset(self, *, seed=None, options=None):
         obs, info = self.env.reset(seed=seed, options=options)
         self.done = np.ones(self.num_envs, bool)
-        inputs = self.inputs(obs, info, np.zeros((self.num_envs, len(self.start))), np.zeros(self.num_envs))
+        inputs = self.inputs(self.leaves_of(obs), info, np.zeros((self.num_envs, len(self.start))), np.zeros(self.num_envs))
         self.done = ~self.done
         return inputs, info
 
     def step(self, action):
-        obs, reward, termination, truncation, info = self.env.step(action)
+        try:
+            obs, reward, termination, truncation, info = self.env.step(action)
+        except Exception as error:  # Gymnasium's vector environments keep the failing one's number in `i` or `index`
+            frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+            numbers = [x.get("index", x.get("i")) for x in frames if isinstance(x.get("self"), gym.vector.VectorEnv)]
+            file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
+            fail(f"environment {numbers[-1]} failed: {type(error).__name__}: {error} ({file}:{line})", 1)
         reward = np.asarray(reward, np.float64)
-        inputs = self.inputs(obs, info, action, reward)
+        inputs = self.inputs(self.leaves_of(obs), info, action, reward)
         self.done = termination | truncation
+        for what, x in [("reward", reward), *(("observation", leaf) for leaf in inputs if leaf.dtype.kind == "f")]:
+            finite = np.isfinite(x).reshape(self.num_envs, -1).all(1) | termination  # nothing learns from a terminal observation
+            if not finite.all():
+                i = np.argmin(finite)
+                fail(f"the {what} of environment {i} is {x[i]}: mend the environment, or clip its {what}s in a wrapper", 1)
         return inputs, reward, termination, truncation, info
 
-    def inputs(self, obs, info, action, reward):
+    def leaves_of(self, obs):
+        """The arrays of an observation: {(key, ...): leaf}."""
+        return {path: functools.reduce(operator.getitem, path, obs) for path in self.paths}
+
+    def inputs(self, leaves, info, action, reward):
         """The tuple of what is seen behind a step; `self.done` (N,) still says which episodes had ended before it."""
-        seen = [functools.reduce(operator.getitem, path, obs) for path in self.paths]
+        seen = list(leaves.values())
         if self.prev_action:
             action = np.reshape(action, (self.num_envs, -1))  # (N, A)
             if not self.is_box:
@@ -296,9 +343,10 @@ class AgentInputs(gym.vector.VectorWrapper):
         return (*seen, mask | self.exists & ~mask.any(-1, keepdims=True))  # none valid, as behind an episode's end: all are
 
 
-def env_seeds(args):
-    """One seed for each training environment, below FIRST_EVAL_SEED."""
-    return [int(seed) for seed in np.random.SeedSequence(args.seed).generate_state(args.num_envs) % FIRST_EVAL_SEED]
+def env_seeds(args, rank=0, iteration=0):
+    """One seed for each training environment of a process, below FIRST_EVAL_SEED; others for a run that goes on."""
+    seeds = np.random.SeedSequence([args.seed, iteration]).generate_state((rank + 1) * args.num_envs)[rank * args.num_envs :]
+    return [int(seed) for seed in seeds % FIRST_EVAL_SEED]
 
 
 def envpool_envs(args, seeds):
@@ -321,16 +369,19 @@ def envpool_envs(args, seeds):
     return envs
 
 
-def make_envs(args, seeds=None):
+def make_envs(args, seeds=None, video_dir=None):
     """`args.num_envs` environments side by side, seen as `AgentInputs` says, in next-step autoreset: the step after an episode's
     last one ignores its action, pays nothing and returns the next episode's first observation. An id that can't be made and a
-    space that can't be handled end the program."""
+    space that can't be handled end the program. The first environment's episodes are recorded into `video_dir`."""
     env_id, package = args.env_id, args.env_id.split("-")[0].lower()
     if package in ("popgym", "minigrid"):  # these register their ids when imported
         env_id = f"{package}:{env_id}"
     wrappers = [lambda env: MaskInInfo(env) if env.has_wrapper_attr("action_masks") else env]
     if args.obs_keys:
         wrappers.append(functools.partial(gym.wrappers.FilterObservation, filter_keys=args.obs_keys))
+    if video_dir:
+        numbers = itertools.count()
+        wrappers.append(lambda env: env if next(numbers) else gym.wrappers.RecordVideo(env, video_dir))
     if args.frame_stack > 1:
         wrappers.append(functools.partial(gym.wrappers.FrameStackObservation, stack_size=args.frame_stack))
     try:
@@ -339,10 +390,11 @@ def make_envs(args, seeds=None):
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # an outdated id that can't be made is said below
-                envs = gym.make_vec(env_id, args.num_envs, args.vec_env, wrappers=wrappers, disable_env_checker=True)
+                render = {"render_mode": "rgb_array"} if video_dir else {}
+                envs = gym.make_vec(env_id, args.num_envs, args.vec_env, wrappers=wrappers, disable_env_checker=True, **render)
     except gym.error.DependencyNotInstalled as error:
         fail(f"--env-id {args.env_id} needs a package that is missing: {' '.join(str(error).split())}")
-    except (gym.error.Error, ImportError, ValueError) as error:
+    except (gym.error.Error, ImportError, ValueError, TypeError) as error:
         close = [] if env_id in gym.registry else difflib.get_close_matches(env_id, gym.registry, n=3)
         mend = f" Close matches: {', '.join(close)}." if close else f" Try: pip install {error.name}" if getattr(error, "name", "") else ""
         fail(f"--env-id {args.env_id!r}: {' '.join(str(error).split())}{mend}")
@@ -538,6 +590,25 @@ class Agent(nn.Module):
             memories.append(x)
         return *self.heads(features, memories, obs[-1]), next_state
 
+    @torch.no_grad()
+    def act(self, obs, state, episode_start, deterministic=False, reward=0.0, info=None):
+        """An action for one environment, and the state to hand back with its next observation (for agents of `load_agent`).
+
+        obs and the action are the environment's own. `state` is what the call before returned, None at first. `episode_start`
+        says whether obs is an episode's first: the memory starts empty then. `reward` is the last reward, wanted by agents
+        with --prev-reward; `info` may hold an action mask. Raises ValueError if an episode goes on and its state is missing.
+        """
+        if state is None and not episode_start:
+            raise ValueError("an episode goes on, so `state` must be what the last call of `act` returned")
+        memory, last_action = (self.initial_state(1), np.zeros(self.envs.start.shape)) if episode_start else state
+        leaves = {path: np.asarray(leaf)[None] for path, leaf in self.envs.leaves_of(obs).items()}
+        masks = {"action_mask": [info["action_mask"]], "_action_mask": [True]} if info and "action_mask" in info else {}
+        self.envs.done = np.array([episode_start])
+        inputs = as_tensors(self.envs.inputs(leaves, masks, last_action[None], np.array([reward])), memory.device)
+        policy, _, memory = self.step(inputs, memory)
+        action = env_action(self.action_space, sampled_action(self.action_space, policy, deterministic))[0]
+        return action, (memory, action)
+
     def run_sequences(self, obs, state, lengths, packed=None, pad=0.0):
         """Whole sequences at once: policy (n, A, P), value (n,) for each of their steps, and the state after the last ones.
 
@@ -566,17 +637,26 @@ class Agent(nn.Module):
         return *self.heads(features, memories, obs[-1]), next_state
 
 
-# ----------------------------------------------------------------------------------------------- running statistics
+# ------------------------------------------------------------------------- several processes, and running statistics
+def summed(x, op=dist.ReduceOp.SUM):
+    """A tensor summed over all processes (or its least value with MIN), in place; itself if there is but one."""
+    if dist.is_initialized():
+        dist.all_reduce(x, op)
+    return x
+
+
 def update_statistics(stats, batch):
-    """Merge the rows of `batch` (n, *shape) into `stats`, the running count, mean and variance (3, *shape), in place
+    """Merge the rows of `batch` (n, *shape), of all processes, into `stats`, the running count, mean and variance (3, *shape), in place
     (Chan et al. 1979)."""
     count, mean, var = stats.clone()
-    n, batch = len(batch), batch.double()
-    if batch.numel():
-        delta = batch.mean(0) - mean
+    n, batch = summed(torch.tensor(len(batch), device=stats.device)), batch.double()
+    if n and stats.numel():
+        batch_mean = summed(batch.sum(0)) / n
+        batch_var = summed(((batch - batch_mean) ** 2).sum(0)) / n
+        delta = batch_mean - mean
         stats[0] = count + n
         stats[1] = mean + delta * n / (count + n)
-        stats[2] = (var * count + batch.var(0, correction=0) * n + delta**2 * count * n / (count + n)) / (count + n)
+        stats[2] = (var * count + batch_var * n + delta**2 * count * n / (count + n)) / (count + n)
 
 
 # ----------------------------------------------------------------------------------------------------------- rollout
@@ -790,8 +870,10 @@ def states_before(agent, b_obs, initial_state, pieces):
 
 # ------------------------------------------------------------------------------------------------------------ update
 def normalised(advantages):
-    """`advantages` with mean 0 and std 1; a single one becomes 0."""
-    return (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+    """`advantages` (n,) with mean 0 and std 1 over those of all processes; a single one becomes 0."""
+    total, n = summed(torch.stack([advantages.sum(), advantages.new_tensor(len(advantages))]))
+    centred = advantages - total / n
+    return centred / ((summed((centred**2).sum()) / n).sqrt() + 1e-8)
 
 
 def ppo_losses(args, newlogprob, entropy, newvalue, oldlogprob, oldvalue, advantages, returns):
@@ -820,8 +902,9 @@ def update(agent, optimizer, rollout, advantages, args, rng):
     b_advantages = torch.as_tensor(advantages.flatten(), dtype=b_values.dtype, device=device)
     b_returns = b_advantages + b_values
     b_valid = torch.as_tensor(rollout.valid.flatten(), device=device)
-    num_valid = int(rollout.valid.sum())
-    if num_valid == 0:  # possible with one step a rollout
+    num_valid, least_valid = torch.tensor([int(rollout.valid.sum())] * 2, device=device).unbind()
+    num_valid, least_valid = summed(num_valid.clone()).item(), summed(least_valid.clone(), dist.ReduceOp.MIN).item()
+    if least_valid == 0:  # possible with one step a rollout
         return {"charts/valid_steps": 0}
     returns_var = b_returns[b_valid].var(correction=0).item()
     explained = 1 - b_advantages[b_valid].var(correction=0).item() / returns_var if returns_var > 0 else 0.0
@@ -838,6 +921,8 @@ def update(agent, optimizer, rollout, advantages, args, rng):
     sums, mb_sizes, padded_sizes = torch.zeros(6, device=device), [], []
     for epoch in range(args.update_epochs):
         pieces, minibatches = drawn_minibatches(sequences, args.batching, args.num_minibatches, args.max_seq_len, rng)
+        M = summed(torch.tensor(len(minibatches), device=device), dist.ReduceOp.MIN).item()  # as many in every process
+        minibatches = [*minibatches[: M - 1], np.concatenate(minibatches[M - 1 :])]
         state = states_before(agent, b_obs, rollout.initial_state, pieces)
         if epoch == 0:  # no gradient step yet: the log-probabilities must be the ones that acting stored, at every valid step
             with torch.no_grad():
@@ -857,15 +942,24 @@ def update(agent, optimizer, rollout, advantages, args, rng):
             loss = (pg_loss - args.ent_coef * entropy_sum + args.vf_coef * v_loss) / size
             optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+            if dist.is_initialized():  # each process divided by the size of all
+                gradients = [param.grad for param in agent.parameters()]
+                flat = summed(nn.utils.parameters_to_vector(gradients))
+                nn.utils.vector_to_parameters(flat, gradients)
+            if not nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm).isfinite():
+                bad = [name for name, x in zip(("policy loss", "value loss", "entropy"), losses, strict=False) if not x.isfinite()]
+                where = f"the {bad[0] if bad else 'gradient'} in epoch {epoch} is not finite"
+                fail(f"{where}: the weights are as they were before; lower --learning-rate or --max-grad-norm", 1)
             optimizer.step()
             sums += torch.stack([x.detach().to(sums.dtype) for x in losses])
-            epoch_kl += approx_kl
+            epoch_kl += approx_kl.detach()
             mb_sizes.append(len(mb_inds))
             padded_sizes.append(len(rows) * pieces.length[rows].max())
-        if args.target_kl is not None and epoch_kl / num_valid > args.target_kl:
+        if args.target_kl is not None and summed(epoch_kl) / num_valid > args.target_kl:
             break
 
+    own_size = sum(mb_sizes)
+    sums, mb_sizes = summed(sums), summed(torch.tensor(mb_sizes, device=device)).tolist()
     names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
     metrics = {f"losses/{name}": value / sum(mb_sizes) for name, value in zip(names, sums.tolist(), strict=True)}
     return metrics | {
@@ -874,20 +968,20 @@ def update(agent, optimizer, rollout, advantages, args, rng):
         "charts/minibatches": len(minibatches),
         "charts/minibatch_steps_min": min(mb_sizes),
         "charts/minibatch_steps_max": max(mb_sizes),
-        "charts/padding_fraction": 0.0 if device.type == "cuda" else 1 - sum(mb_sizes) / sum(padded_sizes),
+        "charts/padding_fraction": 0.0 if device.type == "cuda" else 1 - own_size / sum(padded_sizes),
         "debug/ratio_error": ratio_error,
     }
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
-def evaluate(agent, args):
+def evaluate(agent, args, deterministic=True, video_dir=None):
     """Undiscounted returns (--eval-episodes,) of whole episodes, one for each of the seeds FIRST_EVAL_SEED, FIRST_EVAL_SEED + 1, ...
     The state is carried through an episode and is zero at its start."""
     episodes = args.eval_episodes
     returns = np.zeros(episodes)
     num_envs = min(args.num_envs, episodes) if args.vec_env != "envpool" else episodes  # its seeds are given but once
-    envs = make_envs(replace(args, num_envs=num_envs), [FIRST_EVAL_SEED + i for i in range(num_envs)])
+    envs = make_envs(replace(args, num_envs=num_envs), [FIRST_EVAL_SEED + i for i in range(num_envs)], video_dir)
     for first in range(0, episodes, envs.num_envs):
         numbers = first + np.arange(envs.num_envs)  # in the last round, numbers beyond `episodes` are run and not counted
         obs, _ = envs.reset(seed=[FIRST_EVAL_SEED + int(i) for i in numbers])
@@ -895,7 +989,7 @@ def evaluate(agent, args):
         running = numbers < episodes
         while running.any():
             policy, _, state = agent.step(as_tensors(obs, state.device), state)
-            action = sampled_action(envs.single_action_space, policy, deterministic=True)
+            action = sampled_action(envs.single_action_space, policy, deterministic)
             obs, reward, termination, truncation, _ = envs.step(env_action(envs.single_action_space, action))
             returns[numbers[running]] += reward[running]
             running &= ~(termination | truncation)
@@ -903,87 +997,195 @@ def evaluate(agent, args):
     return returns
 
 
+# ------------------------------------------------------------------------------------------------------- checkpoints
+def write_state(path, state):
+    """Write a checkpoint so that at every moment `path` is the old file or the whole new one."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with open(f"{path}.tmp", "wb") as file:
+        file.write(buffer.getbuffer())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.tmp", path)
+
+
+def loaded(run_dir, *names):
+    """The newest of a run's files of these names. `weights_only`: a hostile file runs no code."""
+    paths = [path for name in names if os.path.exists(path := os.path.join(run_dir, name))]
+    if not paths:
+        fail(f"{run_dir} holds no {' or '.join(names)}: give the folder of a run, runs/NAME")
+    path = max(paths, key=os.path.getmtime)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        fail(f"{path} is not a checkpoint of this script: {str(error).splitlines()[0]}")
+
+
+def load_agent(run_dir):
+    """The agent of a run, on the CPU, to `act` in one environment of the same spaces or to `evaluate`."""
+    state = loaded(run_dir, "model.pt", "checkpoint.pt")
+    args = replace(Args(**state["args"]), num_envs=1)
+    envs = make_envs(args)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args)
+    agent.load_state_dict(state["agent"])
+    agent.envs = envs
+    return agent
+
+
+def stop(signum, _):
+    """End the program on SIGINT or SIGTERM: `train` keeps the state of the last iteration on the way out. A second signal kills."""
+    signal.signal(signum, signal.SIG_DFL)
+    if os.getpid() == MAIN_PROCESS:  # not in a worker of --vec-env async, which the main process closes
+        sys.exit(128 + signum)
+    elif signum == signal.SIGTERM:
+        os._exit(128 + signum)
+
+
+MAIN_PROCESS = os.getpid()
+
+
 # -------------------------------------------------------------------------------------------------------------- main
 def train(args):
-    """Train an agent and evaluate it: the agent, the returns of the evaluation, and the run's folder."""
+    """Train an agent and evaluate it: the agent, the returns of the evaluation, and the run's folder. Under torchrun each process
+    steps its share of the environments, and the first one logs, writes and evaluates."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() and args.cuda else torch.device("cpu")
+    if world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    state = loaded(args.resume, "checkpoint.pt") if args.resume else {"iteration": 0, "wandb": None}
+    first_iteration = state["iteration"]
     random.seed(args.seed)
     np.random.seed(args.seed)
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # the same weights in every process
     torch.backends.cudnn.deterministic = args.torch_deterministic
-    rng = np.random.default_rng(args.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() and args.cuda else "cpu")
-    envs = make_envs(args, env_seeds(args))
-    agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
-    carry = first_carry(envs, agent, env_seeds(args))
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, fused=True)
+    rng = np.random.default_rng([args.seed, rank, first_iteration])
 
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "_").replace(":", "_")
-    if args.track:
-        import wandb
-
-        where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": run_name}
-        wandb.init(**where, config=vars(args), sync_tensorboard=True, save_code=True)
-    writer = SummaryWriter(f"runs/{run_name}")
-    table = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
-    writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}")
+    run_dir = os.path.normpath(args.resume) if args.resume else f"runs/{run_name}"
+    share, video_dir = replace(args, num_envs=args.num_envs // world_size), f"{run_dir}/videos" if args.capture_video and not rank else None
+    seeds = env_seeds(share, rank, first_iteration)
+    envs = make_envs(share, seeds, video_dir)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, fused=True)
+    if args.resume:
+        agent.load_state_dict(state["agent"])
+        optimizer.load_state_dict(state["optimizer"])
+        rng.bit_generator.state = state["numpy_rng"] if rank == 0 else rng.bit_generator.state
+        torch.set_rng_state(state["torch_rng"])
+    if rank:
+        torch.manual_seed(int(rng.integers(2**31)))  # other actions in every process
+    carry = first_carry(envs, agent, seeds)
 
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    last_returns, discounted_return, warned = deque(maxlen=100), np.zeros(args.num_envs), False
-    start_time = last_print = time.time()
-    bar = tqdm(total=num_iterations * batch_size, unit=" steps", disable=not sys.stderr.isatty())
-    for iteration in range(num_iterations):
-        global_step = iteration * batch_size
-        if args.anneal_lr:
-            optimizer.param_groups[0]["lr"] = (1 - iteration / num_iterations) * args.learning_rate
+    last_returns, discounted_return, warned = deque(maxlen=100), np.zeros(share.num_envs), False
+    writer, eval_returns, wandb_id = None, np.zeros(0), state["wandb"]
+    bar = tqdm(
+        total=num_iterations * batch_size, initial=first_iteration * batch_size, unit=" steps", disable=rank or not sys.stderr.isatty()
+    )
 
-        collect_start = time.time()
-        rollout, carry, episodes = collect(envs, agent, carry, args.num_steps)
-        for t, episodic_return, episodic_length in episodes:
-            writer.add_scalar("charts/episodic_return", episodic_return, global_step + (t + 1) * args.num_envs)
-            writer.add_scalar("charts/episodic_length", episodic_length, global_step + (t + 1) * args.num_envs)
-            last_returns.append(episodic_return)
+    def boundary(iteration):  # all that a run needs to go on behind `iteration` iterations: plain types and tensors only
+        rngs = {"torch_rng": torch.get_rng_state(), "numpy_rng": rng.bit_generator.state}
+        weights = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
+        plain = {"iteration": iteration, "args": vars(replace(args, resume=None)), "wandb": wandb_id}
+        return copy.deepcopy({**plain, **rngs, **weights})
 
-        update_start = time.time()
-        rewards = rollout.rewards
-        if args.norm_reward:
-            rewards, discounted_return = scaled_rewards(agent, rollout, discounted_return, args.gamma)
-        values = rollout.values.cpu().numpy()
-        advantages = gae(rewards, values, rollout.terminations, rollout.truncations, args.gamma, args.gae_lambda)
-        metrics = update(agent, optimizer, rollout, advantages, args, rng)
-        if args.norm_obs:  # between iterations only: inside one, the policy that learns must be the policy that acted
-            update_statistics(agent.obs_stats, agent.float_obs([x[torch.as_tensor(rollout.valid)] for x in rollout.obs]))
-        update_end = time.time()
+    last_state = boundary(first_iteration)
+    try:
+        if rank == 0:
+            os.makedirs(run_dir, exist_ok=True)
+            if args.track:
+                import wandb
 
-        global_step += batch_size
-        sps = int(global_step / (update_end - start_time))
-        metrics |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/SPS": sps}
-        metrics |= {"time/collect": update_start - collect_start, "time/update": update_end - update_start}
-        if metrics.get("charts/minibatches", args.num_minibatches) < args.num_minibatches and not warned:
-            tqdm.write(f"note: this rollout makes only {metrics['charts/minibatches']} of {args.num_minibatches} minibatches an epoch")
-            warned = True
-        for tag, value in metrics.items():
-            writer.add_scalar(tag, value, global_step)
-        mean_return = f"{np.mean(last_returns):.1f}" if last_returns else "-"
-        bar.set_postfix_str(f"return {mean_return}")
-        bar.update(batch_size)
-        if bar.disable and (update_end - last_print > 5 or iteration + 1 == num_iterations):
-            left = (bar.total - global_step) / max(sps, 1)
-            print(f"step {global_step}/{bar.total}, return {mean_return} (last 100), {sps} steps/s, {left:.0f} s left", flush=True)
-            last_print = update_end
-    bar.close()
-    envs.close()
+                where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": os.path.basename(run_dir)}
+                run = wandb.init(**where, id=wandb_id, resume="allow", config=vars(args), sync_tensorboard=True, save_code=True)
+                wandb_id = run.id
+            writer = SummaryWriter(run_dir, purge_step=first_iteration * batch_size + 1 if args.resume else None)
+            table = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
+            writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", first_iteration * batch_size)
+        start_time = last_print = time.time()
+        for iteration in range(first_iteration, num_iterations):
+            if rank == 0 and args.checkpoint_interval and iteration % args.checkpoint_interval == 0:
+                write_state(f"{run_dir}/checkpoint.pt", last_state)
+            global_step = iteration * batch_size
+            if args.anneal_lr:
+                optimizer.param_groups[0]["lr"] = (1 - iteration / num_iterations) * args.learning_rate
 
-    eval_returns = evaluate(agent, args) if args.eval_episodes else np.zeros(0)
-    if args.eval_episodes:
-        writer.add_scalar("charts/eval_return", eval_returns.mean(), global_step)
-    writer.close()
-    if args.track:
-        wandb.finish()
-    return agent, eval_returns, f"runs/{run_name}"
+            collect_start = time.time()
+            rollout, carry, episodes = collect(envs, agent, carry, args.num_steps)
+            update_start = time.time()
+            rewards = rollout.rewards
+            if args.norm_reward:
+                rewards, discounted_return = scaled_rewards(agent, rollout, discounted_return, args.gamma)
+            values = rollout.values.cpu().numpy()
+            advantages = gae(rewards, values, rollout.terminations, rollout.truncations, args.gamma, args.gae_lambda)
+            metrics = update(agent, optimizer, rollout, advantages, args, rng)
+            if args.norm_obs:  # between iterations only: inside one, the policy that learns must be the policy that acted
+                update_statistics(agent.obs_stats, agent.float_obs([x[torch.as_tensor(rollout.valid)] for x in rollout.obs]))
+            update_end = time.time()
+            last_state = boundary(iteration + 1)
+
+            if rank:
+                continue
+            for t, episodic_return, episodic_length in episodes:
+                writer.add_scalar("charts/episodic_return", episodic_return, global_step + (t + 1) * args.num_envs)
+                writer.add_scalar("charts/episodic_length", episodic_length, global_step + (t + 1) * args.num_envs)
+                last_returns.append(episodic_return)
+            global_step += batch_size
+            sps = int((global_step - first_iteration * batch_size) / (update_end - start_time))
+            metrics |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/SPS": sps}
+            metrics |= {"time/collect": update_start - collect_start, "time/update": update_end - update_start}
+            if metrics.get("charts/minibatches", args.num_minibatches) < args.num_minibatches and not warned:
+                tqdm.write(f"note: this rollout makes only {metrics['charts/minibatches']} of {args.num_minibatches} minibatches an epoch")
+                warned = True
+            for tag, value in metrics.items():
+                writer.add_scalar(tag, value, global_step)
+            mean_return = f"{np.mean(last_returns):.1f}" if last_returns else "-"
+            bar.set_postfix_str(f"return {mean_return}")
+            bar.update(batch_size)
+            if bar.disable and (update_end - last_print > 5 or iteration + 1 == num_iterations):
+                left = (bar.total - global_step) / max(sps, 1)
+                print(f"step {global_step}/{bar.total}, return {mean_return} (last 100), {sps} steps/s, {left:.0f} s left", flush=True)
+                last_print = update_end
+
+        envs.close()
+        if rank == 0:
+            write_state(f"{run_dir}/checkpoint.pt", last_state)
+            if args.save_model:
+                write_state(f"{run_dir}/model.pt", {key: last_state[key] for key in ("args", "agent")})
+            if args.eval_episodes:
+                eval_returns = evaluate(agent, args)
+                writer.add_scalar("charts/eval_return", eval_returns.mean(), num_iterations * batch_size)
+    except SystemExit as stopped:  # a signal, numbers that are not finite, an environment that failed
+        if rank == 0:
+            write_state(f"{run_dir}/checkpoint.pt", last_state)
+            print(f"stopped behind iteration {last_state['iteration']}; go on with --resume {run_dir}", file=sys.stderr)
+        raise stopped
+    except OSError as error:
+        fail(f"the folder of the run can't be written, {error}: make room or give rights, then --resume {run_dir}", 1)
+    finally:
+        bar.close()
+        envs.close(**({"terminate": True} if args.vec_env == "async" else {}))
+        if writer:
+            writer.close()
+        if args.track and not rank:
+            wandb.finish()
+        if world_size > 1:
+            dist.destroy_process_group()
+    return agent, eval_returns, run_dir
 
 
 if __name__ == "__main__":
-    _, returns, run_dir = train(parsed_args())
-    result = f"eval_return={returns.mean():.1f} +- {returns.std():.1f} over {len(returns)} episodes, " if len(returns) else ""
-    print(f"{result}run: {run_dir}")
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    args = parsed_args()
+    if args.evaluate:
+        agent = load_agent(args.evaluate)
+        for how in ("deterministic", "stochastic"):
+            video_dir = f"{args.evaluate}/videos/{how}" if args.capture_video else None
+            returns = evaluate(agent, args, how == "deterministic", video_dir)
+            print(f"{how}: eval_return={returns.mean():.1f} +- {returns.std():.1f} over {len(returns)} episodes", flush=True)
+    else:
+        _, returns, run_dir = train(args)
+        result = f"eval_return={returns.mean():.1f} +- {returns.std():.1f} over {len(returns)} episodes, " if len(returns) else ""
+        print(f"{result}run: {run_dir}")

@@ -1,5 +1,7 @@
 """Small environments with known episodes. Importing this module registers them."""
 
+import os
+
 import gymnasium as gym
 import numpy as np
 
@@ -129,6 +131,22 @@ class Echo(Toy):
         return obs, self.reward, *rest
 
 
+class Broken(Toy):
+    """Toy with episodes of 40 steps, whose 30th goes wrong."""
+
+    def __init__(self, how):
+        super().__init__(40, 40)
+        self.how = how
+
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        if self.t == 30 and (self.how != "fails in one process" or os.environ.get("RANK") == "1"):
+            if self.how in ("fails", "fails in one process"):
+                raise ZeroDivisionError("thirty steps")
+            obs, reward = (obs, np.nan) if self.how == "reward" else (obs * np.inf, reward)
+        return obs, reward, *rest
+
+
 Box, Dict, Discrete = gym.spaces.Box, gym.spaces.Dict, gym.spaces.Discrete
 MultiBinary, MultiDiscrete, Tuple = gym.spaces.MultiBinary, gym.spaces.MultiDiscrete, gym.spaces.Tuple
 NESTED = Dict(
@@ -180,6 +198,10 @@ for toy_id, entry_point, kwargs in (
     ("EchoBox-v0", Echo, {"action_space": Box(-2.0, 0.5, (3,), np.float32)}),
     ("EchoDiscrete-v0", Echo, {"action_space": Discrete(3, start=5)}),
     ("EchoMulti-v0", Echo, {"action_space": MultiDiscrete([2, 5, 3])}),
+    ("NanReward-v0", Broken, {"how": "reward"}),
+    ("InfObservation-v0", Broken, {"how": "observation"}),
+    ("Failing-v0", Broken, {"how": "fails"}),
+    ("FailingAlone-v0", Broken, {"how": "fails in one process"}),
     ("Recall-v0", Recall, {"length": 8}),
 ):
     gym.register(toy_id, entry_point=entry_point, kwargs=kwargs)

@@ -902,9 +902,9 @@ def update(agent, optimizer, rollout, advantages, args, rng):
     b_advantages = torch.as_tensor(advantages.flatten(), dtype=b_values.dtype, device=device)
     b_returns = b_advantages + b_values
     b_valid = torch.as_tensor(rollout.valid.flatten(), device=device)
-    num_valid, least_valid = torch.tensor([int(rollout.valid.sum())] * 2, device=device).unbind()
-    num_valid, least_valid = summed(num_valid.clone()).item(), summed(least_valid.clone(), dist.ReduceOp.MIN).item()
-    if least_valid == 0:  # possible with one step a rollout
+    own_valid = torch.tensor(rollout.valid.sum(), device=device)
+    num_valid, least_valid = summed(own_valid.clone()).item(), summed(own_valid, dist.ReduceOp.MIN).item()
+    if least_valid == 0:  # in this process or another; possible with one step a rollout
         return {"charts/valid_steps": 0}
     returns_var = b_returns[b_valid].var(correction=0).item()
     explained = 1 - b_advantages[b_valid].var(correction=0).item() / returns_var if returns_var > 0 else 0.0
@@ -938,7 +938,8 @@ def update(agent, optimizer, rollout, advantages, args, rng):
             losses = ppo_losses(args, newlogprob, entropy, newvalue, *old, mb_advantages, b_returns[mb_inds])
             pg_loss, v_loss, entropy_sum, _, approx_kl, _ = losses
             # A step weighs the same in a small minibatch as in a large one: the sum is divided by the nominal size.
-            size = num_valid / len(minibatches) if args.loss_norm == "nominal" else len(mb_inds)
+            own_size = torch.tensor(len(mb_inds), device=device)
+            size = num_valid / len(minibatches) if args.loss_norm == "nominal" else summed(own_size)
             loss = (pg_loss - args.ent_coef * entropy_sum + args.vf_coef * v_loss) / size
             optimizer.zero_grad()
             loss.backward()
@@ -958,7 +959,7 @@ def update(agent, optimizer, rollout, advantages, args, rng):
         if args.target_kl is not None and summed(epoch_kl) / num_valid > args.target_kl:
             break
 
-    own_size = sum(mb_sizes)
+    padding = 0.0 if device.type == "cuda" else 1 - sum(mb_sizes) / sum(padded_sizes)
     sums, mb_sizes = summed(sums), summed(torch.tensor(mb_sizes, device=device)).tolist()
     names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
     metrics = {f"losses/{name}": value / sum(mb_sizes) for name, value in zip(names, sums.tolist(), strict=True)}
@@ -968,7 +969,7 @@ def update(agent, optimizer, rollout, advantages, args, rng):
         "charts/minibatches": len(minibatches),
         "charts/minibatch_steps_min": min(mb_sizes),
         "charts/minibatch_steps_max": max(mb_sizes),
-        "charts/padding_fraction": 0.0 if device.type == "cuda" else 1 - own_size / sum(padded_sizes),
+        "charts/padding_fraction": padding,
         "debug/ratio_error": ratio_error,
     }
 

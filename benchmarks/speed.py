@@ -107,7 +107,7 @@ def costs(flags):
 
     def recording(obs, state, lengths, **how):
         if torch.is_grad_enabled():
-            shapes.append((len(obs), len(lengths)))
+            shapes.append((int(sum(lengths)), len(lengths)))
         return run_sequences(obs, state, lengths, **how)
 
     agent.run_sequences = recording

@@ -114,6 +114,8 @@ class Args:
     """cut longer sequences to this many steps (truncated backpropagation; the state at the cut is rebuilt); slow far below --num-steps"""
     update_epochs: int = 10
     """passes over each rollout"""
+    recompute_adv: bool = True
+    """compute advantages and returns anew before each epoch, from the values that the weights of then give"""
     norm_adv: bool = True
     """normalise advantages to mean 0, std 1"""
     norm_adv_scope: Literal["rollout", "minibatch"] = "minibatch"
@@ -667,10 +669,10 @@ class Rollout(NamedTuple):
     is ignored, and the next episode starts at t+1 with a zero state. Its value is what a truncation at t-1 bootstraps from.
     """
 
-    obs: tuple  # of each leaf (T, N, *shape) in the environment's dtype, the action mask (T, N, A, P) last
+    obs: tuple  # of each leaf (T + 1, N, *shape) in the environment's dtype, the action mask (T + 1, N, A, P) last
     actions: torch.Tensor  # (T, N, A)
     logprobs: torch.Tensor  # (T, N)
-    values: torch.Tensor  # (T + 1, N), the last row for the observation after the rollout
+    values: torch.Tensor  # (T + 1, N); the last row here and in obs is for the observation after the rollout
     rewards: np.ndarray  # (T, N), as paid by the environment
     terminations: np.ndarray  # (T, N), the episode ended here
     truncations: np.ndarray  # (T, N), the episode was cut here by a time limit
@@ -721,11 +723,12 @@ def collect(envs, agent, carry, num_steps):
         for i in np.flatnonzero(next_done):
             episodes.append((t, episode_return[i], episode_length[i]))
             episode_return[i], episode_length[i] = 0, 0
-    _, last_value, _ = agent.step(as_tensors(next_obs, device), next_state)
+    last_obs = as_tensors(next_obs, device)
+    _, last_value, _ = agent.step(last_obs, next_state)
 
     obs, actions, policies, values, *flags = zip(*rows, strict=True)
     logprobs, _ = logprob_and_entropy(action_space, torch.cat(policies), torch.cat(actions))  # (T * N,), one call for all steps
-    obs = tuple(map(torch.stack, zip(*obs, strict=True)))
+    obs = tuple(map(torch.stack, zip(*obs, last_obs, strict=True)))
     tensors = obs, torch.stack(actions), logprobs.view(num_steps, -1), torch.stack([*values, last_value])
     rollout = Rollout(*tensors, *map(np.stack, flags), initial_state=carry.next_state)
     return rollout, Carry(next_obs, next_done, next_state, episode_return, episode_length), episodes
@@ -850,7 +853,7 @@ def time_major(pieces, rows, num_envs):
 
 
 def at(b_obs, index):
-    """The steps `index` (n,) of a tuple of leaves (T * N, ...)."""
+    """The steps `index` (n,) of a tuple of leaves (T * N, ...) or ((T + 1) * N, ...)."""
     return tuple(leaf[index] for leaf in b_obs)
 
 
@@ -866,6 +869,18 @@ def states_before(agent, b_obs, initial_state, pieces):
         before, lengths, index = time_major(pieces, np.flatnonzero(pieces.piece == k) - 1, initial_state.shape[-2])
         _, _, state[..., before + 1, :] = agent.run_sequences(at(b_obs, index), state[..., before, :], lengths, packed=True)
     return state
+
+
+@torch.no_grad()
+def current_values(agent, b_obs, rollout):
+    """What the current weights make of the values (T + 1, N) wherever `gae` looks: at each step of the whole sequences, and in the
+    slot behind each, which holds the observation that its last step led to."""
+    sequences, values = whole_sequences(rollout.valid), torch.zeros_like(rollout.values)
+    state = states_before(agent, b_obs, rollout.initial_state, sequences)
+    longer = sequences._replace(length=sequences.length + 1)
+    rows, lengths, index = time_major(longer, np.arange(len(longer.env)), rollout.valid.shape[1])
+    _, values.view(-1)[index], _ = agent.run_sequences(at(b_obs, index), state[..., rows, :], lengths)
+    return values
 
 
 # ------------------------------------------------------------------------------------------------------------ update
@@ -894,22 +909,17 @@ def ppo_losses(args, newlogprob, entropy, newvalue, oldlogprob, oldvalue, advant
 
 
 def update(agent, optimizer, rollout, advantages, args, rng):
-    """All epochs over one rollout. Returns the metrics to log; losses are means over all steps learnt from."""
+    """All epochs over one rollout, whose rewards are scaled already. Returns the metrics to log; losses are means over all steps
+    learnt from. With --recompute-adv, `advantages` (T, N) are those of the first epoch (Andrychowicz et al. 2021, section 3.5)."""
     T, N = rollout.valid.shape
     device = rollout.values.device
     b_obs, b_actions, b_logprobs = tuple(x.flatten(0, 1) for x in rollout.obs), rollout.actions.flatten(0, 1), rollout.logprobs.flatten()
     b_values = rollout.values[:-1].flatten()
-    b_advantages = torch.as_tensor(advantages.flatten(), dtype=b_values.dtype, device=device)
-    b_returns = b_advantages + b_values
     b_valid = torch.as_tensor(rollout.valid.flatten(), device=device)
     own_valid = torch.tensor(rollout.valid.sum(), device=device)
     num_valid, least_valid = summed(own_valid.clone()).item(), summed(own_valid, dist.ReduceOp.MIN).item()
     if least_valid == 0:  # in this process or another; possible with one step a rollout
         return {"charts/valid_steps": 0}
-    returns_var = b_returns[b_valid].var(correction=0).item()
-    explained = 1 - b_advantages[b_valid].var(correction=0).item() / returns_var if returns_var > 0 else 0.0
-    if args.norm_adv and args.norm_adv_scope == "rollout":
-        b_advantages[b_valid] = normalised(b_advantages[b_valid])
     sequences = whole_sequences(rollout.valid, args.recurrent)
 
     def relearnt(rows):  # what the current weights make of some rows of the table; the indices of their steps first
@@ -919,7 +929,18 @@ def update(agent, optimizer, rollout, advantages, args, rng):
         return mb_inds, newlogprob, entropy, newvalue
 
     sums, mb_sizes, padded_sizes = torch.zeros(6, device=device), [], []
+    values = rollout.values
     for epoch in range(args.update_epochs):
+        if epoch and args.recompute_adv:
+            values = current_values(agent, b_obs, rollout)
+            advantages = gae(rollout.rewards, values.cpu().numpy(), rollout.terminations, rollout.truncations, args.gamma, args.gae_lambda)
+        b_advantages = torch.as_tensor(advantages.flatten(), dtype=values.dtype, device=device)
+        b_returns = b_advantages + values[:-1].flatten()
+        if epoch == 0:
+            returns_var = b_returns[b_valid].var(correction=0).item()
+            explained = 1 - b_advantages[b_valid].var(correction=0).item() / returns_var if returns_var > 0 else 0.0
+        if args.norm_adv and args.norm_adv_scope == "rollout":
+            b_advantages[b_valid] = normalised(b_advantages[b_valid])
         pieces, minibatches = drawn_minibatches(sequences, args.batching, args.num_minibatches, args.max_seq_len, rng)
         M = summed(torch.tensor(len(minibatches), device=device), dist.ReduceOp.MIN).item()  # as many in every process
         minibatches = [*minibatches[: M - 1], np.concatenate(minibatches[M - 1 :])]
@@ -1115,14 +1136,14 @@ def train(args):
             collect_start = time.time()
             rollout, carry, episodes = collect(envs, agent, carry, args.num_steps)
             update_start = time.time()
-            rewards = rollout.rewards
             if args.norm_reward:
                 rewards, discounted_return = scaled_rewards(agent, rollout, discounted_return, args.gamma)
+                rollout = rollout._replace(rewards=rewards)
             values = rollout.values.cpu().numpy()
-            advantages = gae(rewards, values, rollout.terminations, rollout.truncations, args.gamma, args.gae_lambda)
+            advantages = gae(rollout.rewards, values, rollout.terminations, rollout.truncations, args.gamma, args.gae_lambda)
             metrics = update(agent, optimizer, rollout, advantages, args, rng)
             if args.norm_obs:  # between iterations only: inside one, the policy that learns must be the policy that acted
-                update_statistics(agent.obs_stats, agent.float_obs([x[torch.as_tensor(rollout.valid)] for x in rollout.obs]))
+                update_statistics(agent.obs_stats, agent.float_obs([x[:-1][torch.as_tensor(rollout.valid)] for x in rollout.obs]))
             update_end = time.time()
             last_state = boundary(iteration + 1)
 

@@ -118,10 +118,11 @@ def costs(flags):
         collected = time.perf_counter()
         shapes.clear()
         rewards, discounted_return = ppo.scaled_rewards(agent, rollout, discounted_return, args.gamma)
+        rollout = rollout._replace(rewards=rewards)
         advantages = ppo.gae(rewards, rollout.values.numpy(), rollout.terminations, rollout.truncations, args.gamma, args.gae_lambda)
         metrics = ppo.update(agent, optimizer, rollout, advantages, args, rng)
         if args.norm_obs:
-            ppo.update_statistics(agent.obs_stats, agent.float_obs([x[torch.as_tensor(rollout.valid)] for x in rollout.obs]))
+            ppo.update_statistics(agent.obs_stats, agent.float_obs([x[:-1][torch.as_tensor(rollout.valid)] for x in rollout.obs]))
         updated = time.perf_counter()
         bare = bare_seconds(agent, shapes)
         idle = time.perf_counter()

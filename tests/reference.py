@@ -13,7 +13,7 @@ import toy_envs  # noqa: F401
 def args(*flags):
     """Small, and independent of the tuned defaults. The last of a repeated flag wins."""
     base = "--env-id Ragged-v0 --num-envs 3 --num-steps 11 --num-minibatches 4 --norm-adv-scope rollout --ent-coef 0 --norm-obs"
-    return ppo.parsed_args([*base.split(), *flags])
+    return ppo.parsed_args([*base.split(), "--no-recompute-adv", *flags])
 
 
 def make_envs(env_id, num_envs, *flags):
@@ -89,7 +89,7 @@ def random_rollout(agent, valid, seed=0):
     ended = np.zeros((T, N), bool)
     ended[:-1] = ~valid[1:]
     return ppo.Rollout(
-        obs=(torch.randn(T, N, *agent.obs_stats.shape[1:], dtype=dtype), torch.ones(T, N, 1, 2, dtype=torch.bool)),
+        obs=(torch.randn(T + 1, N, *agent.obs_stats.shape[1:], dtype=dtype), torch.ones(T + 1, N, 1, 2, dtype=torch.bool)),
         actions=torch.randn(T, N, 1, dtype=dtype),
         logprobs=torch.randn(T, N, dtype=dtype) - 2,
         values=torch.randn(T + 1, N, dtype=dtype),
@@ -123,15 +123,20 @@ def relative_error(a, b):
 
 
 def recorded_train(args):
-    """Train: the agent, for each call of `update` its (metrics, rollout, advantages), the evaluation's returns, the run's folder."""
-    calls, update = [], ppo.update
+    """Train: the agent, for each call of `update` its (metrics, rollout as collected, advantages), the evaluation's returns, the
+    run's folder."""
+    calls, collected, collect, update = [], [], ppo.collect, ppo.update
+
+    def collecting(*given):
+        collected.append(collect(*given))
+        return collected[-1]
 
     def recorder(agent, optimizer, rollout, advantages, *rest):
         kept = advantages.copy()
         metrics = update(agent, optimizer, rollout, advantages, *rest)
-        calls.append((dict(metrics), rollout, kept))
+        calls.append((dict(metrics), collected[-1][0], kept))
         return metrics
 
-    with mock.patch.object(ppo, "update", recorder):
+    with mock.patch.object(ppo, "collect", collecting), mock.patch.object(ppo, "update", recorder):
         agent, eval_returns, run_dir = ppo.train(args)
     return agent, calls, eval_returns, run_dir

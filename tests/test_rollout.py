@@ -153,7 +153,7 @@ def test_a_truncation_bootstraps_from_the_final_observation():
         for rollout, _, _ in results:
             values = rollout.values.numpy()
             targets = values[:-1] + ppo.gae(rollout.rewards, values, rollout.terminations, rollout.truncations, 0.9, 0.0)
-            t = rollout.obs[0][..., 0].numpy()
+            t = rollout.obs[0][:-1, :, 0].numpy()
             assert np.allclose(targets[rollout.valid], np.where(t == 4, last, 1 + 0.9 * (t + 1))[rollout.valid])
 
 

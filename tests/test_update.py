@@ -95,6 +95,32 @@ def test_loss_norm_minibatch_divides_by_the_minibatchs_own_count():
     assert measured == pytest.approx(weights)
 
 
+@pytest.mark.parametrize("flags", [(), ("--batching", "fixed-size", "--max-seq-len", "3"), ("--no-recurrent",)], ids=str)
+def test_advantages_are_computed_anew_from_the_values_of_the_current_weights(flags):
+    """Stepping through the rollout, a state carried to each final observation and zero behind it, gives the values wherever GAE
+    looks; the second epoch's gradient is the one that the advantages and returns of these values give, and the first epoch's is
+    that of the advantages handed in."""
+    a = args("--update-epochs", "2", "--num-minibatches", "1", "--no-norm-adv", "--lstm-hidden-size", "5", *flags)
+    agent = make_agent(a, torch.float64)
+    rollout = random_rollout(agent, random_valid(11, 3, np.random.default_rng(3))) if a.recurrent else None
+    if rollout is None:
+        rollout = random_rollout(make_agent(args("--lstm-hidden-size", "5"), torch.float64), random_valid(11, 3, np.random.default_rng(3)))
+        rollout = rollout._replace(initial_state=agent.initial_state(3))
+    values, state = torch.zeros(12, 3, dtype=torch.float64), rollout.initial_state
+    with torch.no_grad():
+        for t in range(12):
+            _, values[t], state = agent.step([x[t] for x in rollout.obs], state)
+            if t < 11:
+                state[..., torch.as_tensor(~rollout.valid[t]), :] = 0
+    fresh = ppo.gae(rollout.rewards, values.numpy(), rollout.terminations, rollout.truncations, a.gamma, a.gae_lambda)
+    given = np.random.default_rng(1).normal(size=(11, 3))
+    gradients, _ = minibatch_gradients(agent, rollout, given, ppo.replace(a, recompute_adv=True))
+    old, _ = minibatch_gradients(agent, rollout, given, a)
+    new, _ = minibatch_gradients(agent, rollout._replace(values=values), fresh, a)
+    assert relative_error(gradients[0], old[0]) < 1e-10 and relative_error(gradients[1], new[1]) < 1e-10
+    assert relative_error(old[1], new[1]) > 1e-2
+
+
 @pytest.mark.parametrize("batching", ["whole-seq", "env-split", "fixed-size"])
 @pytest.mark.parametrize("scope", ["rollout", "minibatch"])
 def test_what_ignored_slots_hold_changes_nothing(batching, scope):
@@ -108,7 +134,7 @@ def test_what_ignored_slots_hold_changes_nothing(batching, scope):
         rollout = random_rollout(agent, valid)
         advantages = np.random.default_rng(1).normal(size=(11, 3))
         advantages[~valid] = poison
-        for x in (rollout.obs[0], rollout.actions, rollout.logprobs, rollout.values[:-1]):
+        for x in (rollout.obs[0][:-1], rollout.actions, rollout.logprobs, rollout.values[:-1]):
             x[torch.as_tensor(~valid)] = poison
         gradients, metrics = minibatch_gradients(agent, rollout, advantages, a)
         assert torch.stack(gradients).isfinite().all() and np.isfinite(list(metrics.values())).all()

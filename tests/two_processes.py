@@ -24,7 +24,7 @@ def gradients(rank, world_size):
     )
     recorder = GradientRecorder(agent)
     metrics = ppo.update(agent, recorder, share, advantages[:, mine], a, np.random.default_rng(rank))
-    ppo.update_statistics(agent.obs_stats, agent.float_obs([leaf[torch.as_tensor(share.valid)] for leaf in share.obs]))
+    ppo.update_statistics(agent.obs_stats, agent.float_obs([leaf[:-1][torch.as_tensor(share.valid)] for leaf in share.obs]))
     shared = {k: metrics[k] for k in metrics if k.startswith("losses/") and k != "losses/explained_variance"}
     return torch.stack(recorder.gradients), agent.obs_stats, shared
 

@@ -1,9 +1,11 @@
+import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")  # compile faster, run slower
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]  # toy_envs and the scripts
 
 

@@ -385,8 +385,12 @@ def test_observation_and_return_statistics_are_those_of_valid_steps():
 
 # ------------------------------------------------------------------------------------------------------------- the runs
 def test_a_run_from_the_command_line_without_torch():
-    """The last line, the progress lines, and the tags of the PyTorch script; no torch is imported."""
-    code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__'); assert 'torch' not in sys.modules"
+    """The last line, the progress lines, and the tags of the PyTorch script, where torch can't be imported."""
+    code = (
+        "import runpy, sys; sys.argv = sys.argv[1:]\n"
+        "class NoTorch:\n  def find_spec(self, name, *_):\n    if name == 'torch': raise ModuleNotFoundError('No module named torch')\n"
+        "sys.meta_path.insert(0, NoTorch()); runpy.run_path(sys.argv[0], run_name='__main__'); assert 'torch' not in sys.modules"
+    )
     flags = [*SMALL, "--total-timesteps", "300"]
     result = subprocess.run([sys.executable, "-c", code, SCRIPT, *flags], capture_output=True, text=True, timeout=180)
     assert result.returncode == 0 and result.stderr == "", result.stderr

@@ -45,7 +45,7 @@ from flax import serialization
 from gymnasium.envs.registration import WrapperSpec
 from gymnasium.vector import AutoresetMode
 from jax.nn.initializers import orthogonal, zeros
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
@@ -1239,7 +1239,7 @@ def sharded(carry, num_envs):
     devices = jax.devices()
     if len(devices) == 1 or num_envs % len(devices):
         return carry
-    mesh = jax.make_mesh((len(devices),), ("envs",))
+    mesh = jax.make_mesh((len(devices),), ("envs",), (AxisType.Auto,))
     by_env = NamedSharding(mesh, PartitionSpec(None, "envs"))  # (seeds, N, ...)
     by_state = NamedSharding(mesh, PartitionSpec(None, None, None, None, "envs"))  # (seeds, K, 2, layers, N, H)
     where = jax.tree.map(lambda _: by_env, carry)._replace(next_state=by_state)
@@ -1319,7 +1319,7 @@ def train(args):
                 learner, metrics, finite = learn(learner, jax.tree.map(lambda x: x[None], rollout), learning_rate)
             metrics, finite, episodes = jax.device_get((metrics, finite, episodes))
             update_end = time.time()
-            if bad := [name for name, x in finite.items() if not x.all()]:
+            if bad := [name for name in ("observation", "reward", "gradient") if not finite[name].all()]:  # the cause first
                 what = f"iteration {number + 1} met a {bad[0]} that is not finite: the weights are as they were before"
                 mend = (
                     "lower --learning-rate or --max-grad-norm" if bad[0] == "gradient" else f"mend the environment, or clip its {bad[0]}s"

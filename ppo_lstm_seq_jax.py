@@ -131,7 +131,7 @@ class Args:
     """clipping range of the probability ratio"""
     clip_vloss: bool = False
     """clip the value loss too"""
-    ent_coef: float = 0.01
+    ent_coef: float = 0.02
     """weight of the entropy bonus"""
     vf_coef: float = 0.5
     """weight of the value loss"""

@@ -16,14 +16,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import ppo_lstm_seq as ppo
 
 # RL Zoo's PendulumNoVel-v1 settings, less its state-dependent exploration, which only costs time there
-COMMON = ["--env-id", "PendulumNoVel-v1", "--eval-episodes", "0", "--critic-lstm", "separate", "--lstm-hidden-size", "64"]
-COMMON += ["--update-epochs", "10", "--gamma", "0.9", "--gae-lambda", "0.95", "--norm-obs", "--norm-reward"]
+PEERS = ["--env-id", "PendulumNoVel-v1", "--eval-episodes", "0", "--critic-lstm", "separate", "--lstm-hidden-size", "64"]
+PEERS += ["--update-epochs", "10", "--gamma", "0.9", "--gae-lambda", "0.95", "--norm-obs", "--norm-reward"]
+PEERS += ["--no-recompute-adv"]  # RecurrentPPO keeps the advantages of the rollout too
 ROUNDS = 5
 
 
 def our_rollout_seconds(flags, rollouts=9):
     """Wall-clock seconds from one rollout's log entry to the next: acting, learning, logging."""
-    args = ppo.parsed_args([*COMMON, *flags])
+    args = ppo.parsed_args([*PEERS, *flags])
     args.total_timesteps = rollouts * args.num_envs * args.num_steps
     _, _, run_dir = ppo.train(args)
     events = EventAccumulator(run_dir, size_guidance={"scalars": 0})

@@ -50,12 +50,17 @@ def summed_gradients(a):
 
 def twins(a):
     """A PyTorch agent with random weights and the JAX learner with the same ones."""
-    torch_agent = reference.make_agent(reference.args("--lstm-hidden-size", str(a.lstm_hidden_size), "--critic-lstm", a.critic_lstm,
-        "--lstm-layers", str(a.lstm_layers)))  # fmt: skip
+    torch_agent = reference.make_agent(
+        reference.args("--lstm-hidden-size", str(a.lstm_hidden_size), "--critic-lstm", a.critic_lstm, "--lstm-layers", str(a.lstm_layers))
+    )
     envs = jppo.make_envs(replace(a, num_envs=1))
     agent = jppo.Agent(envs.single_observation_space, envs.single_action_space, a)
     learner = jppo.fresh_learner(agent, a, jax.random.PRNGKey(0))
-    return torch_agent, agent, learner._replace(params=in_jax(torch_agent, named(torch_agent)), obs_stats=jnp.array(torch_agent.obs_stats, jnp.float32))
+    return (
+        torch_agent,
+        agent,
+        learner._replace(params=in_jax(torch_agent, named(torch_agent)), obs_stats=jnp.array(torch_agent.obs_stats, jnp.float32)),
+    )
 
 
 def named(torch_agent):
@@ -209,7 +214,9 @@ def test_the_recurrences_gradient_is_that_of_autodiff(K):
 
 
 # --------------------------------------------------------------------------------------------------------- environments
-@pytest.mark.parametrize("env_id", ["Pendulum-v1", "CartPole-v1", "MountainCar-v0", "Acrobot-v1", "PendulumNoVel-v1", "CartPoleNoVel-v1", "MountainCarNoVel-v0"])  # fmt: skip
+@pytest.mark.parametrize(
+    "env_id", ["Pendulum-v1", "CartPole-v1", "MountainCar-v0", "Acrobot-v1", "PendulumNoVel-v1", "CartPoleNoVel-v1", "MountainCarNoVel-v0"]
+)
 def test_environments_on_the_device_agree_with_gymnasiums(env_id):
     """Both are stepped from the same states with the same actions, for 1.2 x the time limit: observation, reward, termination and
     truncation agree, with the time limit's step and the ignored step behind it."""
@@ -221,8 +228,12 @@ def test_environments_on_the_device_agree_with_gymnasiums(env_id):
     limit = gym.spec(env_id).max_episode_steps
     theirs.reset(seed=0)
     ended = 0
-    names = {"Pendulum": ("theta", "theta_dot"), "CartPole": ("x", "x_dot", "theta", "theta_dot"), "MountainCar": ("position", "velocity"),
-             "Acrobot": ("joint_angle1", "joint_angle2", "velocity_1", "velocity_2")}[env_id.split("-")[0].removesuffix("NoVel")]  # fmt: skip
+    names = {
+        "Pendulum": ("theta", "theta_dot"),
+        "CartPole": ("x", "x_dot", "theta", "theta_dot"),
+        "MountainCar": ("position", "velocity"),
+        "Acrobot": ("joint_angle1", "joint_angle2", "velocity_1", "velocity_2"),
+    }[env_id.split("-")[0].removesuffix("NoVel")]
 
     def numbers():
         return np.array([float(getattr(state[0], name)[0]) for name in names])
@@ -271,8 +282,18 @@ def test_ids_that_gymnax_lacks_or_has_wrong_stay_on_the_host(capfd):
 
 
 # ----------------------------------------------------------------------------------------------------------- invariants
-@pytest.mark.parametrize("flags", [(), ("--batching", "fixed-size", "--num-minibatches", "5"), ("--batching", "env-split"),
-    ("--max-seq-len", "4"), ("--no-recurrent",), ("--batching", "fixed-size", "--max-seq-len", "3")], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--batching", "fixed-size", "--num-minibatches", "5"),
+        ("--batching", "env-split"),
+        ("--max-seq-len", "4"),
+        ("--no-recurrent",),
+        ("--batching", "fixed-size", "--max-seq-len", "3"),
+    ],
+    ids=" ".join,
+)
 def test_every_step_is_in_exactly_one_minibatch_and_in_order(flags):
     """Numbers that say (environment, slot) go in; each comes out once with weight 1, a piece's slots in order; no minibatch is empty."""
     a = args("--num-envs", "6", *flags)
@@ -308,8 +329,16 @@ def trained(*flags):
     return agent, learner, calls, returns, run_dirs
 
 
-@pytest.mark.parametrize("env_id, flags", [("Ragged-v0", ()), ("Ragged-v0", ("--max-seq-len", "3", "--critic-lstm", "shared")), ("Long-v0", ()),
-    ("Long-v0", ("--batching", "fixed-size", "--num-minibatches", "5")), ("CartPoleNoVel-v1", ("--batching", "env-split", "--lstm-layers", "2"))])  # fmt: skip
+@pytest.mark.parametrize(
+    "env_id, flags",
+    [
+        ("Ragged-v0", ()),
+        ("Ragged-v0", ("--max-seq-len", "3", "--critic-lstm", "shared")),
+        ("Long-v0", ()),
+        ("Long-v0", ("--batching", "fixed-size", "--num-minibatches", "5")),
+        ("CartPoleNoVel-v1", ("--batching", "env-split", "--lstm-layers", "2")),
+    ],
+)
 def test_learning_rebuilds_the_log_probabilities_of_acting(env_id, flags):
     """Invariant 2, over four rollouts, on the host and on the device; episodes of Long-v0 span them. A zeroed initial state shows."""
     agent, learner, calls, _, _ = trained("--env-id", env_id, *flags, "--total-timesteps", "132", "--eval-episodes", "0")
@@ -341,8 +370,17 @@ def test_what_ignored_slots_hold_changes_nothing(flags):
         assert all(jnp.array_equal(x, y) for x, y in zip(*map(jax.tree.leaves, ((gradients, metrics), results[0])), strict=True))
 
 
-@pytest.mark.parametrize("flags", ["--num-envs 1 --num-steps 1 --num-minibatches 1", "--env-id Single-v0", "--env-id Three-v0 --num-steps 4",
-    "--num-steps 1 --env-id Single-v0", "--num-envs 5 --num-minibatches 3 --norm-adv-scope minibatch", "--env-id CartPole-v1 --num-steps 1"])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--num-envs 1 --num-steps 1 --num-minibatches 1",
+        "--env-id Single-v0",
+        "--env-id Three-v0 --num-steps 4",
+        "--num-steps 1 --env-id Single-v0",
+        "--num-envs 5 --num-minibatches 3 --norm-adv-scope minibatch",
+        "--env-id CartPole-v1 --num-steps 1",
+    ],
+)
 def test_nothing_is_nan_at_the_edges(flags):
     agent, learner, calls, returns, _ = trained(*flags.split(), "--total-timesteps", "60", "--eval-episodes", "2")
     assert all(np.isfinite(list(metrics.values())).all() for _, metrics in calls) and np.isfinite(returns).all()
@@ -361,10 +399,22 @@ def test_the_update_is_compiled_once_and_the_same_seed_gives_the_same_bits(env_i
     assert all(jnp.array_equal(x, y) for x, y in zip(*weights, strict=True))
 
 
-@pytest.mark.parametrize("flags", ["--env-id ObsNested-v0", "--env-id ObsChannelsFirst-v0", "--env-id ObsChannelsLast-v0 --frame-stack 2",
-    "--env-id ActBox-v0 --prev-action --prev-reward", "--env-id ActMultiDiscrete-v0", "--env-id ActMultiBinary-v0",
-    "--env-id ActWideBox-v0", "--env-id MethodMask-v0 --prev-action", "--env-id Everything-v0 --no-recurrent", "--env-id TextObs-v0 --obs-keys image direction",
-    "--env-id Breakout-MinAtar"])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--env-id ObsNested-v0",
+        "--env-id ObsChannelsFirst-v0",
+        "--env-id ObsChannelsLast-v0 --frame-stack 2",
+        "--env-id ActBox-v0 --prev-action --prev-reward",
+        "--env-id ActMultiDiscrete-v0",
+        "--env-id ActMultiBinary-v0",
+        "--env-id ActWideBox-v0",
+        "--env-id MethodMask-v0 --prev-action",
+        "--env-id Everything-v0 --no-recurrent",
+        "--env-id TextObs-v0 --obs-keys image direction",
+        "--env-id Breakout-MinAtar",
+    ],
+)
 def test_any_space_end_to_end(flags):
     """Two iterations and an evaluation; invariant 2. The environments refuse an action that is not in their space or not valid."""
     _, _, calls, returns, _ = trained(*flags.split(), "--total-timesteps", "66", "--eval-episodes", "3")
@@ -468,7 +518,10 @@ def test_a_run_goes_on_where_its_checkpoint_was(env_id, capfd):
     jppo.train(saved)
     assert [e.step for e in events(run_dir).Scalars("losses/value_loss")] == [33, 66, 99, 132]
     capfd.readouterr()
-    for given, words in ((("--resume", run_dir, "--gamma", "0.5"), "--gamma is 0.5"), (("--resume", "none"), "none holds no"),):  # fmt: skip
+    for given, words in (
+        (("--resume", run_dir, "--gamma", "0.5"), "--gamma is 0.5"),
+        (("--resume", "none"), "none holds no"),
+    ):
         with pytest.raises(SystemExit):
             jppo.parsed_args(list(given))
         assert words in capfd.readouterr().err
@@ -497,8 +550,15 @@ def test_a_signal_keeps_the_last_iteration_and_says_how_to_go_on(signum, env_id)
     assert max(e.step for e in events(found[2]).Scalars("charts/SPS")) // 128 == int(found[1])
 
 
-@pytest.mark.parametrize("env_id, words", [("NanReward-v0", "the reward of environment 0 is nan"), ("Failing-v0", "ZeroDivisionError"),
-    ("NanLoss", "a gradient that is not finite"), ("NanOnDevice", "a reward that is not finite")])  # fmt: skip
+@pytest.mark.parametrize(
+    "env_id, words",
+    [
+        ("NanReward-v0", "the reward of environment 0 is nan"),
+        ("Failing-v0", "ZeroDivisionError"),
+        ("NanLoss", "a gradient that is not finite"),
+        ("NanOnDevice", "a reward that is not finite"),
+    ],
+)
 def test_a_run_that_goes_wrong_keeps_the_state_before(env_id, words, capfd):
     losses, step, patches = jppo.ppo_losses, jppo.DeviceEnvs.step, []
     if env_id == "NanLoss":
@@ -510,7 +570,14 @@ def test_a_run_that_goes_wrong_keeps_the_state_before(env_id, words, capfd):
             return state, inputs, jnp.where(state[0].time == 30, jnp.nan, reward), *flags
 
         patches.append(mock.patch.object(jppo.DeviceEnvs, "step", nan_later))
-    a = args("--env-id", {"NanLoss": "Long-v0", "NanOnDevice": "Pendulum-v1"}.get(env_id, env_id), "--num-steps", "14", "--total-timesteps", "420")
+    a = args(
+        "--env-id",
+        {"NanLoss": "Long-v0", "NanOnDevice": "Pendulum-v1"}.get(env_id, env_id),
+        "--num-steps",
+        "14",
+        "--total-timesteps",
+        "420",
+    )
     with pytest.raises(SystemExit) as stopped:
         for patch in patches:
             patch.start()
@@ -552,7 +619,20 @@ def test_evaluating_and_acting_from_python_are_the_evaluation_of_the_run():
 @pytest.mark.parametrize("env_id, gym_id", [("Recall-v0", None), ("MemoryChain-bsuite", None)])
 def test_a_recall_task_is_learnt_and_needs_memory(env_id, gym_id):
     """On the host and on the device; a plain PPO stays at chance."""
-    flags = ("--env-id", env_id, "--num-envs", "16", "--num-steps", "32", "--num-minibatches", "8", "--gamma", "0.99", "--eval-episodes", "50")
+    flags = (
+        "--env-id",
+        env_id,
+        "--num-envs",
+        "16",
+        "--num-steps",
+        "32",
+        "--num-minibatches",
+        "8",
+        "--gamma",
+        "0.99",
+        "--eval-episodes",
+        "50",
+    )
     _, _, returns, _ = jppo.train(args(*flags, "--total-timesteps", "20000"))
     best = 1.0
     assert returns.mean() >= 0.95 * best

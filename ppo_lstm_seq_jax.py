@@ -1270,7 +1270,7 @@ def train(args):
         iterate = over_seeds(functools.partial(iteration, envs, agent, args), args.num_seeds)
     else:
         carry = first_carry(agent, envs.reset(seed=env_seeds(args, first_iteration))[0])
-        carry = jax.tree.map(np.asarray, carry)._replace(next_state=carry.next_state)
+        carry = jax.tree.map(np.asarray, carry)._replace(next_state=carry.next_state)  # as each step leaves it: one type, one compilation
         acting = jax.jit(lambda learner, *rest: act(agent, jax.tree.map(lambda x: x[0], learner), *rest))
         learn = over_seeds(lambda learner, rollout, learning_rate: update(agent, learner, rollout, args, learning_rate), 1)
 

@@ -16,18 +16,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import ppo_lstm_seq as ppo
 
 # RL Zoo's PendulumNoVel-v1 settings, less its state-dependent exploration, which only costs time there
-PEERS = ["--env-id", "PendulumNoVel-v1", "--eval-episodes", "0", "--critic-lstm", "separate", "--lstm-hidden-size", "64"]
+PEERS = ["--env-id", "PendulumNoVel-v1", "--critic-lstm", "separate", "--lstm-hidden-size", "64"]
 PEERS += ["--update-epochs", "10", "--gamma", "0.9", "--gae-lambda", "0.95", "--norm-obs", "--norm-reward"]
 PEERS += ["--no-recompute-adv"]  # RecurrentPPO keeps the advantages of the rollout too
 ROUNDS = 5
 
 
-def our_rollout_seconds(flags, rollouts=9):
-    """Wall-clock seconds from one rollout's log entry to the next: acting, learning, logging."""
-    args = ppo.parsed_args([*PEERS, *flags])
+def rollout_seconds(script, flags, rollouts):
+    """Wall-clock seconds from one rollout's log entry to the next, in a run of either script: acting, learning, logging, no compilation."""
+    args = script.parsed_args(["--eval-episodes", "0", *flags])
     args.total_timesteps = rollouts * args.num_envs * args.num_steps
-    _, _, run_dir = ppo.train(args)
-    events = EventAccumulator(run_dir, size_guidance={"scalars": 0})
+    run_dirs = script.train(args)[-1]  # the JAX script has one for each seed
+    events = EventAccumulator(run_dirs if isinstance(run_dirs, str) else run_dirs[0], size_guidance={"scalars": 0})
     events.Reload()
     return np.diff([e.wall_time for e in events.Scalars("charts/SPS")]).tolist()
 
@@ -70,7 +70,7 @@ def peers():
         for _ in range(ROUNDS):
             for batching, num_minibatches in ours:
                 flags = ["--num-envs", num_envs, "--num-steps", num_steps, "--num-minibatches", num_minibatches, "--batching", batching]
-                seconds[batching, num_minibatches] += our_rollout_seconds([str(f) for f in flags])
+                seconds[batching, num_minibatches] += rollout_seconds(ppo, [*PEERS, *map(str, flags)], 9)
             theirs.append(contrib_rollout_seconds(model))
         base = statistics.median(theirs)
         print(f"{num_envs} envs x {num_steps}: RecurrentPPO, batches of {batch_size}: {steps / base:.0f} steps/s")

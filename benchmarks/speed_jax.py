@@ -14,24 +14,15 @@ import flax.linen as nn
 import gymnax
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # its own folder is there already
+from speed import PEERS, contrib_model, contrib_rollout_seconds, rollout_seconds
+
+import ppo_lstm_seq as ppo
 import ppo_lstm_seq_jax as jppo
 
 ROUNDS = 5
-
-
-def rollout_seconds(script, flags, rollouts):
-    """Wall-clock seconds from one rollout's log entry to the next, those after the first: acting, learning, logging, no compilation."""
-    args = script.parsed_args(["--eval-episodes", "0", *flags])
-    args.total_timesteps = rollouts * args.num_envs * args.num_steps
-    run_dirs = script.train(args)[-1]
-    events = EventAccumulator(run_dirs if isinstance(run_dirs, str) else run_dirs[0], size_guidance={"scalars": 0})
-    events.Reload()
-    return np.diff([e.wall_time for e in events.Scalars("charts/SPS")]).tolist()
 
 
 def recurrence():
@@ -128,7 +119,7 @@ def gru_loop(num_envs=4, num_steps=128, epochs=4, minibatches=4, gamma=0.99, gae
         v_loss = 0.5 * jnp.maximum((value - returns) ** 2, (clipped - returns) ** 2).mean()
         return pg_loss + 0.5 * v_loss + 0.01 * (jnp.exp(logits) * logits).sum(-1).mean()
 
-    def iteration(train, _):
+    def iteration(_, train):
         weights, opt_state, *acting = train
         initial_state = acting[3]
         acting, slots = jax.lax.scan(functools.partial(slot, weights), tuple(acting), None, num_steps)
@@ -158,11 +149,9 @@ def gru_loop(num_envs=4, num_steps=128, epochs=4, minibatches=4, gamma=0.99, gae
 
         key, *epoch_keys = jax.random.split(key, epochs + 1)
         (weights, opt_state), _ = jax.lax.scan(epoch, (weights, opt_state), jnp.stack(epoch_keys))
-        return (weights, opt_state, env_state, obs, first, state, key), slots.done.sum()
+        return weights, opt_state, env_state, obs, first, state, key
 
-    return jax.jit(start)(jax.random.PRNGKey(0)), jax.jit(
-        lambda train, n: jax.lax.fori_loop(0, n, lambda _, t: iteration(t, None)[0], train)
-    )
+    return jax.jit(start)(jax.random.PRNGKey(0)), jax.jit(lambda train, n: jax.lax.fori_loop(0, n, iteration, train))
 
 
 CARTPOLE = "--env-id CartPole-v1 --num-envs 4 --num-steps 128 --lstm-hidden-size 128 --update-epochs 4 --num-minibatches 4 --gamma 0.99"
@@ -189,8 +178,6 @@ def cartpole():
 
 def hosts():
     """Gymnasium's environments on the host: both scripts at their defaults."""
-    import ppo_lstm_seq as ppo
-
     for env_id in ("PendulumNoVel-v1", "CartPoleNoVel-v1"):
         seconds = [[], []]
         for _ in range(3):
@@ -202,8 +189,6 @@ def hosts():
 
 def pendulum():
     """PendulumNoVel-v1 on the device, 16 x 128, against RecurrentPPO at RL Zoo's settings."""
-    from speed import PEERS, contrib_model, contrib_rollout_seconds
-
     model, theirs, seconds = contrib_model(4, 1024, 128), [], {4: [], 8: [], 16: []}
     for _ in range(3):
         for num_minibatches in seconds:

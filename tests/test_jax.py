@@ -56,11 +56,8 @@ def twins(a):
     envs = jppo.make_envs(replace(a, num_envs=1))
     agent = jppo.Agent(envs.single_observation_space, envs.single_action_space, a)
     learner = jppo.fresh_learner(agent, a, jax.random.PRNGKey(0))
-    return (
-        torch_agent,
-        agent,
-        learner._replace(params=in_jax(torch_agent, named(torch_agent)), obs_stats=jnp.array(torch_agent.obs_stats, jnp.float32)),
-    )
+    obs_stats = jnp.array(torch_agent.obs_stats, jnp.float32)
+    return torch_agent, agent, learner._replace(params=in_jax(torch_agent, named(torch_agent)), obs_stats=obs_stats)
 
 
 def named(torch_agent):
@@ -570,14 +567,8 @@ def test_a_run_that_goes_wrong_keeps_the_state_before(env_id, words, capfd):
             return state, inputs, jnp.where(state[0].time == 30, jnp.nan, reward), *flags
 
         patches.append(mock.patch.object(jppo.DeviceEnvs, "step", nan_later))
-    a = args(
-        "--env-id",
-        {"NanLoss": "Long-v0", "NanOnDevice": "Pendulum-v1"}.get(env_id, env_id),
-        "--num-steps",
-        "14",
-        "--total-timesteps",
-        "420",
-    )
+    real_id = {"NanLoss": "Long-v0", "NanOnDevice": "Pendulum-v1"}.get(env_id, env_id)
+    a = args("--env-id", real_id, "--num-steps", "14", "--total-timesteps", "420")
     with pytest.raises(SystemExit) as stopped:
         for patch in patches:
             patch.start()
@@ -619,20 +610,7 @@ def test_evaluating_and_acting_from_python_are_the_evaluation_of_the_run():
 @pytest.mark.parametrize("env_id, gym_id", [("Recall-v0", None), ("MemoryChain-bsuite", None)])
 def test_a_recall_task_is_learnt_and_needs_memory(env_id, gym_id):
     """On the host and on the device; a plain PPO stays at chance."""
-    flags = (
-        "--env-id",
-        env_id,
-        "--num-envs",
-        "16",
-        "--num-steps",
-        "32",
-        "--num-minibatches",
-        "8",
-        "--gamma",
-        "0.99",
-        "--eval-episodes",
-        "50",
-    )
+    flags = f"--env-id {env_id} --num-envs 16 --num-steps 32 --num-minibatches 8 --gamma 0.99 --eval-episodes 50".split()
     _, _, returns, _ = jppo.train(args(*flags, "--total-timesteps", "20000"))
     best = 1.0
     assert returns.mean() >= 0.95 * best

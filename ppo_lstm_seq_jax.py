@@ -53,104 +53,60 @@ from tqdm import tqdm
 # --------------------------------------------------------------------------------------------------------- arguments
 @dataclass
 class Args:
-    exp_name: str = os.path.basename(__file__)[: -len(".py")]
-    """the name of this experiment, a part of the run's name"""
-    seed: int = 1
-    """seed of the environments, the weights and every random choice"""
-    num_seeds: int = 1
-    """train with this seed and the following ones side by side on the device, each as a run of its own (--vec-env jax)"""
-    torch_deterministic: bool = True
-    """no meaning here: the same seed gives the same bits on one machine's CPU; the other script has it"""
-    cuda: bool = True
-    """use a GPU if there is one"""
-    track: bool = False
-    """also log to Weights & Biases (WANDB_MODE=offline works)"""
-    wandb_project_name: str = "ppo-lstm-seq"
-    """the Weights & Biases project"""
-    wandb_entity: str | None = None
-    """the Weights & Biases team or user"""
-    capture_video: bool = False
-    """record the first environment, and the evaluation of --evaluate, into runs/NAME/videos (takes --vec-env sync)"""
-    resume: str | None = None
-    """go on with a run, given by its folder runs/NAME; its arguments hold, and --total-timesteps may be raised"""
-    evaluate: str | None = None
-    """train nothing: evaluate the agent of a run, given by its folder runs/NAME"""
-    checkpoint_interval: int = 10
-    """iterations between checkpoints, from which --resume goes on (0: only when the run ends or is stopped)"""
-    save_model: bool = True
-    """write the trained agent to runs/NAME/model.msgpack"""
-    eval_episodes: int = 100
-    """episodes of the deterministic evaluation at the end, on seeds that training never uses (0: none, for tasks that never end)"""
+    exp_name: str = os.path.basename(__file__)[: -len(".py")]  # the name of this experiment, a part of the run's name
+    seed: int = 1  # seed of the environments, the weights and every random choice
+    num_seeds: int = 1  # train with this seed and the following ones side by side on the device, each as a run of its own (--vec-env jax)
+    torch_deterministic: bool = True  # no meaning here: the same seed gives the same bits on one machine's CPU; the other script has it
+    cuda: bool = True  # use a GPU if there is one
+    track: bool = False  # also log to Weights & Biases (WANDB_MODE=offline works)
+    wandb_project_name: str = "ppo-lstm-seq"  # the Weights & Biases project
+    wandb_entity: str | None = None  # the Weights & Biases team or user
+    capture_video: bool = False  # record the first environment, and --evaluate's, in runs/NAME/videos (with --vec-env sync)
+    resume: str | None = None  # go on with a run, given by its folder runs/NAME; its arguments hold, and --total-timesteps may be raised
+    evaluate: str | None = None  # train nothing: evaluate the agent of a run, given by its folder runs/NAME
+    checkpoint_interval: int = 10  # iterations between checkpoints, from which --resume goes on (0: only when the run ends or is stopped)
+    save_model: bool = True  # write the trained agent to runs/NAME/model.msgpack
+    eval_episodes: int = 100  # episodes of the deterministic evaluation at the end, on seeds new to it (0: none, for tasks that never end)
 
     # Algorithm specific arguments
-    env_id: str = "PendulumNoVel-v1"
-    """any Gymnasium id; module:Id-v0 imports the module first"""
+    env_id: str = "PendulumNoVel-v1"  # any Gymnasium id; module:Id-v0 imports the module first
     vec_env: Literal["auto", "jax", "sync", "async", "envpool"] = "auto"
-    """where the environments run: on the device (for what gymnax has), in this process, in one process each (for slow ones), in
-    EnvPool's threads (for what it has); auto takes the device where it can, else this process"""
-    obs_keys: tuple[str, ...] = ()
-    """of Dict observations, the keys to use (all if none is given)"""
-    frame_stack: int = 1
-    """observe the last so many observations together"""
-    prev_action: bool = False
-    """observe the last action too, as the environment received it"""
-    prev_reward: bool = False
-    """observe the last reward too"""
-    total_timesteps: int = 100_000
-    """environment steps to train for; only whole rollouts are taken, the remainder is dropped"""
-    learning_rate: float = 3e-3
-    """Adam's learning rate"""
-    num_envs: int = 16
-    """environments stepped side by side"""
-    num_steps: int = 125
-    """steps of each environment in a rollout"""
-    anneal_lr: bool = True
-    """let the learning rate fall linearly to zero"""
-    gamma: float = 0.95
-    """discount; tuned on short-horizon control, raise it to 0.99 or more where rewards come late"""
-    gae_lambda: float = 0.9
-    """lambda of generalised advantage estimation"""
+    """where the environments run: on the device (what gymnax has), in this process, in one process each (for slow ones), in EnvPool's
+    threads (what it has); auto takes the device where it can, else this process"""
+    obs_keys: tuple[str, ...] = ()  # of Dict observations, the keys to use (all if none is given)
+    frame_stack: int = 1  # observe the last so many observations together
+    prev_action: bool = False  # observe the last action too, as the environment received it
+    prev_reward: bool = False  # observe the last reward too
+    total_timesteps: int = 100_000  # environment steps to train for; only whole rollouts are taken, the remainder is dropped
+    learning_rate: float = 3e-3  # Adam's learning rate
+    num_envs: int = 16  # environments stepped side by side
+    num_steps: int = 125  # steps of each environment in a rollout
+    anneal_lr: bool = True  # let the learning rate fall linearly to zero
+    gamma: float = 0.95  # discount; tuned on short-horizon control, raise it to 0.99 or more where rewards come late
+    gae_lambda: float = 0.9  # lambda of generalised advantage estimation
     batching: Literal["whole-seq", "fixed-size", "env-split"] = "whole-seq"
-    """what a minibatch is: the lanes, whole sequences end to end, of environments drawn at random each epoch (at least one each);
-    pieces of lanes of equal length; the lanes of the same environments each epoch"""
-    num_minibatches: int = 8
-    """minibatches, and so gradient steps, per epoch"""
-    max_seq_len: int | None = None
-    """cut longer sequences to this many steps (truncated backpropagation; the state at the cut is rebuilt); slow far below --num-steps"""
-    update_epochs: int = 10
-    """passes over each rollout"""
-    recompute_adv: bool = True
-    """compute advantages and returns anew before each epoch, from the values that the weights of then give"""
-    norm_adv: bool = True
-    """normalise advantages to mean 0, std 1"""
-    norm_adv_scope: Literal["rollout", "minibatch"] = "minibatch"
-    """the set of valid steps over which advantages are normalised"""
+    """a minibatch: the lanes, whole sequences end to end, of environments drawn anew each epoch (at least one each); pieces of lanes of
+    equal length; the lanes of the same environments each epoch"""
+    num_minibatches: int = 8  # minibatches, and so gradient steps, per epoch
+    max_seq_len: int | None = None  # cut longer sequences to so many steps (truncated BPTT; the states are rebuilt); slow if small
+    update_epochs: int = 10  # passes over each rollout
+    recompute_adv: bool = True  # compute advantages and returns anew before each epoch, from the values that the weights of then give
+    norm_adv: bool = True  # normalise advantages to mean 0, std 1
+    norm_adv_scope: Literal["rollout", "minibatch"] = "minibatch"  # the set of valid steps over which advantages are normalised
     loss_norm: Literal["nominal", "minibatch"] = "nominal"
     """divide a minibatch's summed loss by the nominal minibatch size, so that every step weighs the same, or by its own"""
-    clip_coef: float = 0.2
-    """clipping range of the probability ratio"""
-    clip_vloss: bool = False
-    """clip the value loss too"""
-    ent_coef: float = 0.02
-    """weight of the entropy bonus"""
-    vf_coef: float = 0.5
-    """weight of the value loss"""
-    max_grad_norm: float = 5.0
-    """largest norm of the gradient"""
-    target_kl: float | None = None
-    """end the epochs early once an epoch's mean approximate KL exceeds this"""
-    recurrent: bool = True
-    """--no-recurrent makes it plain PPO: a tanh layer stands for each LSTM, minibatches are shuffled steps; try it with --frame-stack 4"""
-    lstm_hidden_size: int = 64
-    """units of each LSTM layer"""
-    lstm_layers: int = 1
-    """layers of each LSTM"""
-    critic_lstm: Literal["separate", "shared", "none"] = "separate"
-    """the critic's memory: its own LSTM, the actor's (both losses train it), or none"""
-    norm_obs: bool = False
-    """normalise observations by their running mean and std, clipped to +-10; for scales far from 1"""
-    norm_reward: bool = True
-    """divide rewards by the running std of the discounted return, clipped to +-10"""
+    clip_coef: float = 0.2  # clipping range of the probability ratio
+    clip_vloss: bool = False  # clip the value loss too
+    ent_coef: float = 0.02  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 5.0  # largest norm of the gradient
+    target_kl: float | None = None  # end the epochs early once an epoch's mean approximate KL exceeds this
+    recurrent: bool = True  # --no-recurrent makes it plain PPO: tanh layers for LSTMs, minibatches of shuffled steps; try --frame-stack 4
+    lstm_hidden_size: int = 64  # units of each LSTM layer
+    lstm_layers: int = 1  # layers of each LSTM
+    critic_lstm: Literal["separate", "shared", "none"] = "separate"  # the critic's memory: an LSTM, the actor's, which both train, or none
+    norm_obs: bool = False  # normalise observations by their running mean and std, clipped to +-10; for scales far from 1
+    norm_reward: bool = True  # divide rewards by the running std of the discounted return, clipped to +-10
 
 
 # Of a run's arguments, those that may change when it goes on or is evaluated.

@@ -1,5 +1,8 @@
 """The naive reference: one environment, one step at a time, the LSTM written out gate by gate, states reset by hand."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -14,6 +17,18 @@ def args(*flags):
     """Small, and independent of the tuned defaults. The last of a repeated flag wins."""
     base = "--env-id Ragged-v0 --num-envs 3 --num-steps 11 --num-minibatches 4 --norm-adv-scope rollout --ent-coef 0 --norm-obs"
     return ppo.parsed_args([*base.split(), "--no-recompute-adv", *flags])
+
+
+def help_words(script):
+    """{flag: words} of what a script's --help says behind the flag and before its default."""
+    env = {**os.environ, "COLUMNS": "400"}
+    result = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, env=env, timeout=60)
+    assert result.returncode == 0
+    words = {}
+    for entry in result.stdout.split("\u2502 --")[1:]:
+        flag, *rest = entry.split("(default:")[0].split()
+        words[flag.strip(",").replace("-", "_")] = [word for word in rest if word[0].islower()]
+    return words
 
 
 def make_envs(env_id, num_envs, *flags):

@@ -15,13 +15,12 @@
 # dependencies = ["torch>=2.4", "numpy", "gymnasium>=1.1", "tyro", "tensorboard", "tqdm", "wandb"]
 # ///
 import copy
-import difflib
 import functools
 import heapq
 import importlib.util
-import io
 import itertools
 import math
+import multiprocessing
 import operator
 import os
 import random
@@ -30,9 +29,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections import deque
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import gymnasium as gym
@@ -40,10 +37,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
-from gymnasium.envs.registration import WrapperSpec
-from gymnasium.vector import AutoresetMode
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -117,7 +111,7 @@ def fail(message, code=2):
 def parsed_args(argv=None):
     """The checked arguments of a command line. A bad value ends the program with one line that names the flag."""
     argv = sys.argv[1:] if argv is None else argv
-    for flag, following in pairwise([*argv, ""]):
+    for flag, following in itertools.pairwise([*argv, ""]):
         name, _, value = flag.removeprefix("--").removeprefix("no-").replace("_", "-").partition("=")
         given = (value or following).lower() in ("true", "false", "yes", "no", "on", "off", "0", "1")
         if given and isinstance(getattr(Args, name.replace("-", "_"), None), bool):
@@ -127,80 +121,60 @@ def parsed_args(argv=None):
         state = loaded(args.resume, "checkpoint.pt") if args.resume else loaded(args.evaluate, "checkpoint.pt", "model.pt")
         saved = Args(**state["args"])
         args = tyro.cli(Args, args=argv, default=replace(saved, resume=args.resume, evaluate=args.evaluate))
-        for name in vars(saved):
-            if getattr(args, name) != getattr(saved, name) and name not in FREE:
-                fail(f"--{name.replace('_', '-')} is {getattr(args, name)}, but the run has {getattr(saved, name)}: leave it out")
-    rules = [
-        (
-            "at least 1",
-            lambda x: x >= 1,
-            "num_envs num_steps num_minibatches update_epochs max_seq_len lstm_hidden_size lstm_layers frame_stack",
-        ),
+        for name, value in vars(saved).items():
+            if getattr(args, name) != value and name not in FREE:
+                fail(f"--{name.replace('_', '-')} is {getattr(args, name)}, but the run has {value}: leave it out")
+    for words, holds, names in [
+        ("at least 1", lambda x: x >= 1, "num_envs num_steps num_minibatches update_epochs max_seq_len frame_stack"),
+        ("at least 1", lambda x: x >= 1, "lstm_hidden_size lstm_layers"),
         ("0 to 4294967295", lambda x: 0 <= x < 2**32, "seed"),
         ("0 or more", lambda x: 0 <= x < math.inf, "eval_episodes checkpoint_interval learning_rate ent_coef vf_coef"),
         ("greater than 0", lambda x: x > 0, "clip_coef max_grad_norm target_kl"),
         ("between 0 and 1", lambda x: 0 <= x <= 1, "gamma gae_lambda"),
-    ]
-    for words, holds, names in rules:
+    ]:
         for name in names.split():
             value = getattr(args, name)
             if value is not None and not holds(value):
                 fail(f"--{name.replace('_', '-')} is {value}: it must be {words}")
-    batch_size = args.num_envs * args.num_steps
+    batch_size, world_size = args.num_envs * args.num_steps, int(os.environ.get("WORLD_SIZE", 1))
+    rollout = f"a rollout's --num-envs x --num-steps = {batch_size} steps"
     if args.total_timesteps < batch_size:
-        rollout = f"one rollout of --num-envs x --num-steps = {batch_size}"
-        fail(f"--total-timesteps is {args.total_timesteps}, less than {rollout}: raise it, or lower one of the two")
+        fail(f"--total-timesteps is {args.total_timesteps}, less than {rollout}: raise it, or lower one of these")
     if args.num_minibatches > batch_size:
-        fail(f"--num-minibatches is {args.num_minibatches}, but a rollout has only {batch_size} steps: lower it")
+        fail(f"--num-minibatches is {args.num_minibatches}, more than {rollout}: lower it")
     if args.batching == "env-split" and args.num_envs % args.num_minibatches:
-        deal = f"--batching env-split deals {args.num_envs} environments to {args.num_minibatches} minibatches"
-        fail(f"{deal}: make --num-envs a multiple of --num-minibatches")
+        fail(f"--batching env-split: --num-envs {args.num_envs} must be a multiple of --num-minibatches {args.num_minibatches}")
     if args.vec_env == "envpool" and (args.frame_stack > 1 or args.obs_keys):
         fail("--vec-env envpool has neither --frame-stack nor --obs-keys: take --vec-env sync or async")
     if args.capture_video and args.vec_env != "sync":
         fail(f"--capture-video can't see into --vec-env {args.vec_env}: take --vec-env sync")
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
     if args.num_envs % world_size:
         fail(f"--num-envs is {args.num_envs}, but torchrun started {world_size} processes: make it a multiple")
-    if not args.recurrent:  # a sequence is a step, and `fixed-size` deals shuffled sequences
-        args.batching, args.max_seq_len = "fixed-size", None
     if args.track and importlib.util.find_spec("wandb") is None:
         fail("--track needs Weights & Biases: pip install wandb")
+    if not args.recurrent:  # a sequence is a step, and `fixed-size` deals shuffled sequences
+        args.batching, args.max_seq_len = "fixed-size", None
     return args
 
 
 # ------------------------------------------------------------------------------------------------------ environments
-# The RL Zoo's velocity-masked tasks: id -> (the task itself, the entries of the observation set to zero)
+# The RL Zoo's velocity-masked tasks, and what they multiply each entry of the observation by. Without "NoVel" an id is the task itself.
 NO_VEL = {
-    "PendulumNoVel-v1": ("Pendulum-v1", [2]),
-    "CartPoleNoVel-v1": ("CartPole-v1", [1, 3]),
-    "MountainCarNoVel-v0": ("MountainCar-v0", [1]),
-    "MountainCarContinuousNoVel-v0": ("MountainCarContinuous-v0", [1]),
-    "LunarLanderNoVel-v3": ("LunarLander-v3", [2, 3, 5]),
-    "LunarLanderContinuousNoVel-v3": ("LunarLanderContinuous-v3", [2, 3, 5]),
+    "PendulumNoVel-v1": [1, 1, 0],
+    "CartPoleNoVel-v1": [1, 0, 1, 0],
+    "MountainCarNoVel-v0": [1, 0],
+    "MountainCarContinuousNoVel-v0": [1, 0],
+    "LunarLanderNoVel-v3": [1, 1, 0, 0, 1, 0, 1, 1],
+    "LunarLanderContinuousNoVel-v3": [1, 1, 0, 0, 1, 0, 1, 1],
 }
-# Training seeds lie below this number, evaluation seeds at and above it.
-FIRST_EVAL_SEED = 2**30
-
-
-def register_no_vel():
-    """Register the tasks of NO_VEL: the task itself, behind a wrapper that zeroes the entries."""
-    for no_vel_id, (base_id, entries) in NO_VEL.items():
-        base, mask = gym.spec(base_id), {"func": functools.partial(masked, entries=entries), "observation_space": None}
-        wrapper = WrapperSpec("NoVel", "gymnasium.wrappers:TransformObservation", mask)
-        same = {name: getattr(base, name) for name in ("entry_point", "kwargs", "max_episode_steps", "reward_threshold")}
-        if no_vel_id not in gym.registry:
-            gym.register(no_vel_id, additional_wrappers=(wrapper,), **same)
-
-
-def masked(obs, entries):
-    """A copy of an observation, or of a batch of them, with some entries set to zero."""
-    obs = obs.copy()
-    obs[..., entries] = 0
-    return obs
-
-
-register_no_vel()
+for no_vel_id, mask in NO_VEL.items():
+    how = {"func": functools.partial(np.multiply, np.array(mask, np.float32)), "observation_space": None}
+    wrapper = gym.envs.registration.WrapperSpec("NoVel", "gymnasium.wrappers:TransformObservation", how)
+    spec = gym.spec(no_vel_id.replace("NoVel", ""))
+    same = {name: getattr(spec, name) for name in ("entry_point", "kwargs", "max_episode_steps", "reward_threshold")}
+    if no_vel_id not in gym.registry:
+        gym.register(no_vel_id, additional_wrappers=(wrapper,), **same)
+FIRST_EVAL_SEED = 2**30  # training seeds lie below this number, evaluation seeds at and above it
 
 
 def leaves(space, path=()):
@@ -217,33 +191,22 @@ def choices(space):
     if isinstance(space, gym.spaces.Box):
         return np.zeros(math.prod(space.shape), int), np.ones((math.prod(space.shape), 2), bool)
     if isinstance(space, gym.spaces.MultiBinary):
-        counts, start = np.full(math.prod(space.shape), 2), np.zeros(math.prod(space.shape), int)
-    else:
-        counts, start = np.ravel(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec), np.ravel(space.start)
-    return start, np.arange(counts.max()) < counts[:, None]
-
-
-class MaskInInfo(gym.Wrapper):
-    """Puts `env.action_masks()`, where sb3-contrib's users have the valid actions, into the info, where Gymnasium's have them."""
-
-    def reset(self, **how):
-        obs, info = self.env.reset(**how)
-        return obs, info | {"action_mask": self.get_wrapper_attr("action_masks")()}
-
-    def step(self, action):
-        *result, info = self.env.step(action)
-        return *result, info | {"action_mask": self.get_wrapper_attr("action_masks")()}
+        space = gym.spaces.MultiDiscrete(np.full(space.shape, 2))
+    counts = np.ravel(space.n if isinstance(space, gym.spaces.Discrete) else space.nvec)
+    return np.ravel(space.start), np.arange(counts.max()) < counts[:, None]
 
 
 class AgentInputs(gym.vector.VectorWrapper):
     """Environments that observe all that the agent sees, as a tuple of arrays: each leaf of their own observation; the last action
-    and the last reward where asked for, zero at an episode's start; and the mask of valid actions (N, A, P)."""
+    and the last reward where asked for, zero at an episode's start; and the mask of valid actions (N, A, P). They also keep each
+    episode's return and length so far (N,), and whether it has ended."""
 
     def __init__(self, envs, args):
         super().__init__(envs)
         self.env_id, self.prev_action, self.prev_reward = args.env_id, args.prev_action, args.prev_reward
         self.paths, self.single_action_space = leaves(envs.single_observation_space), envs.single_action_space
         self.is_box = isinstance(self.single_action_space, gym.spaces.Box)
+        self.call_masks = args.vec_env != "envpool" and all(envs.call("has_wrapper_attr", "action_masks"))  # sb3-contrib's convention
         self.start, self.exists = choices(self.single_action_space)
         spaces = list(self.paths.values())
         if args.prev_action:
@@ -255,8 +218,12 @@ class AgentInputs(gym.vector.VectorWrapper):
 
     def reset(self, *, seed=None, options=None):
         obs, info = self.env.reset(seed=seed, options=options)
-        self.done = np.ones(self.num_envs, bool)
-        inputs = self.inputs(self.leaves_of(obs), info, np.zeros((self.num_envs, len(self.start))), np.zeros(self.num_envs))
+        self.done, self.episode_return, self.episode_length = (
+            np.ones(self.num_envs, bool),
+            np.zeros(self.num_envs),
+            np.zeros(self.num_envs, int),
+        )
+        inputs = self.inputs(self.leaves_of(obs), self.masks(info), np.zeros((self.num_envs, len(self.start))), np.zeros(self.num_envs))
         self.done = ~self.done
         return inputs, info
 
@@ -269,7 +236,9 @@ class AgentInputs(gym.vector.VectorWrapper):
             file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
             fail(f"environment {numbers[-1]} failed: {type(error).__name__}: {error} ({file}:{line})", 1)
         reward = np.asarray(reward, np.float64)
-        inputs = self.inputs(self.leaves_of(obs), info, action, reward)
+        inputs = self.inputs(self.leaves_of(obs), self.masks(info), action, reward)
+        self.episode_return = np.where(self.done, 0, self.episode_return + reward)
+        self.episode_length = np.where(self.done, 0, self.episode_length + 1)
         self.done = termination | truncation
         for what, x in [("reward", reward), *(("observation", leaf) for leaf in inputs if leaf.dtype.kind == "f")]:
             finite = np.isfinite(x).reshape(self.num_envs, -1).all(1) | termination  # nothing learns from a terminal observation
@@ -277,6 +246,11 @@ class AgentInputs(gym.vector.VectorWrapper):
                 i = np.argmin(finite)
                 fail(f"the {what} of environment {i} is {x[i]}: mend the environment, or clip its {what}s in a wrapper", 1)
         return inputs, reward, termination, truncation, info
+
+    def masks(self, info):
+        """`info` with the masks of valid actions, which the environments put there or have as `action_masks()`."""
+        called = {"action_mask": self.env.call("action_masks"), "_action_mask": [True] * self.num_envs} if self.call_masks else {}
+        return info | called
 
     def leaves_of(self, obs):
         """The arrays of an observation: {(key, ...): leaf}."""
@@ -301,40 +275,29 @@ class AgentInputs(gym.vector.VectorWrapper):
         return (*seen, mask | self.exists & ~mask.any(-1, keepdims=True))  # none valid, as behind an episode's end: all are
 
 
-def env_seeds(args, rank=0, iteration=0):
-    """One seed for each training environment of a process, below FIRST_EVAL_SEED; others for a run that goes on."""
-    seeds = np.random.SeedSequence([args.seed, iteration]).generate_state((rank + 1) * args.num_envs)[rank * args.num_envs :]
-    return [int(seed) for seed in seeds % FIRST_EVAL_SEED]
-
-
 def envpool_envs(args, seeds):
-    """EnvPool's version of the environments, seeded here, since its `reset` takes no seed."""
+    """EnvPool's version of the environments, seeded here, since its `reset` takes no seeds."""
     if importlib.util.find_spec("envpool") is None:
         fail("--vec-env envpool needs EnvPool: pip install envpool")
     import envpool
 
-    base_id, entries = NO_VEL.get(args.env_id, (args.env_id, None))
+    base_id, mask = args.env_id.replace("NoVel", ""), NO_VEL.get(args.env_id)
     if base_id not in envpool.list_all_envs():
         fail(f"--env-id {args.env_id}: EnvPool has no {base_id}: take --vec-env sync or async")
     warnings.filterwarnings("ignore", ".*precision lowered by casting")  # said each time EnvPool's spaces are read
-    envs = envpool.make(base_id, env_type="gymnasium", num_envs=args.num_envs, seed=seeds or env_seeds(args))
-    reset, step = envs.reset, envs.step
-
-    def hidden(obs, *rest):
-        return masked(obs, entries) if entries else obs, *rest
-
-    envs.reset, envs.step = lambda **_: hidden(*reset()), lambda action: hidden(*step(action))
-    return envs
+    envs = envpool.make(base_id, env_type="gymnasium", num_envs=args.num_envs, seed=seeds or args.seed)
+    reset = envs.reset
+    envs.reset = lambda **_: reset()
+    return gym.wrappers.vector.TransformObservation(envs, lambda obs: obs * np.float32(mask)) if mask else envs
 
 
 def make_envs(args, seeds=None, video_dir=None):
     """`args.num_envs` environments side by side, seen as `AgentInputs` says, in next-step autoreset: the step after an episode's
     last one ignores its action, pays nothing and returns the next episode's first observation. An id that can't be made and a
     space that can't be handled end the program. The first environment's episodes are recorded into `video_dir`."""
-    env_id, package = args.env_id, args.env_id.split("-")[0].lower()
-    if package in ("popgym", "minigrid"):  # these register their ids when imported
-        env_id = f"{package}:{env_id}"
-    wrappers = [lambda env: MaskInInfo(env) if env.has_wrapper_attr("action_masks") else env]
+    package = args.env_id.split("-")[0].lower()
+    env_id = f"{package}:{args.env_id}" if package in ("popgym", "minigrid") else args.env_id  # these register their ids when imported
+    wrappers = []
     if args.obs_keys:
         wrappers.append(functools.partial(gym.wrappers.FilterObservation, filter_keys=args.obs_keys))
     if video_dir:
@@ -350,28 +313,18 @@ def make_envs(args, seeds=None, video_dir=None):
                 warnings.simplefilter("ignore", DeprecationWarning)  # an outdated id that can't be made is said below
                 render = {"render_mode": "rgb_array"} if video_dir else {}
                 envs = gym.make_vec(env_id, args.num_envs, args.vec_env, wrappers=wrappers, disable_env_checker=True, **render)
-    except gym.error.DependencyNotInstalled as error:
-        fail(f"--env-id {args.env_id} needs a package that is missing: {' '.join(str(error).split())}")
     except (gym.error.Error, ImportError, ValueError, TypeError) as error:
-        close = [] if env_id in gym.registry else difflib.get_close_matches(env_id, gym.registry, n=3)
-        mend = f" Close matches: {', '.join(close)}." if close else f" Try: pip install {error.name}" if getattr(error, "name", "") else ""
-        fail(f"--env-id {args.env_id!r}: {' '.join(str(error).split())}{mend}")
-    assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
-    supported, obs_space = (
-        (gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary),
-        envs.single_observation_space,
-    )
-    for path, leaf in leaves(obs_space).items():
+        mend = f" Try: pip install {error.name}" if getattr(error, "name", "") else ""
+        fail(f"--env-id {args.env_id}: {error}{mend}")
+    assert envs.metadata["autoreset_mode"] is gym.vector.AutoresetMode.NEXT_STEP
+    supported = gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary
+    observed = leaves(envs.single_observation_space, ("observations",))
+    for path, leaf in [*observed.items(), (("actions",), envs.single_action_space)]:
         if not isinstance(leaf, supported):
-            keys = " ".join(key for key in obs_space if key != path[0]) if isinstance(obs_space, gym.spaces.Dict) else ""
-            what = f"observations {'/'.join(map(str, path))} of type {type(leaf).__name__}".replace("  ", " ")
-            fail(
-                f"--env-id {args.env_id} has {what}, which has no encoder: "
-                + (f"try --obs-keys {keys}" if keys else "wrap the environment")
-            )
-    if not isinstance(envs.single_action_space, supported):
-        kinds = ", ".join(kind.__name__ for kind in supported)
-        fail(f"--env-id {args.env_id} has actions of type {type(envs.single_action_space).__name__}: only {kinds} are supported")
+            what = f"{' '.join(map(str, path))} of type {type(leaf).__name__}"
+            keys = " ".join(str(key) for _, key, *_ in observed if len(path) > 1 and key != path[1])
+            mend = f"try --obs-keys {keys}" if keys else "wrap the environment"
+            fail(f"--env-id {args.env_id} has {what}, but only Box, Discrete, MultiDiscrete and MultiBinary are supported: {mend}")
     return AgentInputs(envs, args)
 
 
@@ -379,19 +332,14 @@ def make_envs(args, seeds=None, video_dir=None):
 # The encoder is two functions of a leaf of the observation space, what goes in and the network. The action distribution is three
 # functions of the action space and of `policy` (n, A, P): for each entry of an action the logits of its P choices, or for a Box
 # mean and log std.
-def is_image(space):
-    """Whether a leaf goes through convolutions: uint8 of shape (H, W), (H, W, C) or (C, H, W), or a stack of K such frames in front."""
-    return isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) >= 2
-
-
 def prepared(space, obs):
-    """A leaf's observations (n, *shape) as a network takes them: images (n, C, H, W) and other bytes scaled to 0 ... 1, the discrete
-    ones one-hot (n, F), all others flat (n, F)."""
+    """A leaf's observations (n, *shape) as a network takes them: images (n, C, H, W), which are uint8 of shape (H, W), (H, W, C) or
+    (C, H, W), or a stack of K such frames in front, and other bytes scaled to 0 ... 1; the discrete ones one-hot (n, F); others flat."""
     if isinstance(space, (gym.spaces.Discrete, gym.spaces.MultiDiscrete)):
         start, exists = (torch.as_tensor(x, device=obs.device) for x in choices(space))
         one_hot = (obs.reshape(len(obs), -1) - start)[..., None] == torch.arange(exists.shape[1], device=obs.device)  # (n, entries, M)
         return one_hot[:, exists]
-    if is_image(space):
+    if isinstance(space, gym.spaces.Box) and space.dtype == np.uint8 and len(space.shape) >= 2:
         obs = obs.reshape(len(obs), *(1, 1, *space.shape)[-4:])  # (n, K, H, W, C) or (n, K, C, H, W): the colours are fewer
         obs = obs.movedim(-1, 2) if obs.shape[-1] < obs.shape[2] else obs
         return obs.flatten(1, 2) / 255  # (n, K * C, H, W)
@@ -402,7 +350,7 @@ def encoder(space):
     """The network from a leaf's `prepared` observations to features (n, F), and F: for images, 3 x 3 convolutions that halve the
     sides until they are 7 or less, then a linear layer; nothing for the others."""
     shape = prepared(space, torch.as_tensor(np.zeros((1, *space.shape), space.dtype))).shape[1:]
-    if not is_image(space):
+    if len(shape) == 1:
         return nn.Identity(), shape[0]
     layers, (channels, *sides) = [], shape
     while not layers or max(sides) > 7:
@@ -454,18 +402,15 @@ def layer_init(layer, std):
 def mlp(sizes, std):
     """Linear layers from each size to the next with tanh between them; the last one's weights have scale `std`."""
     stds = [2**0.5] * (len(sizes) - 2) + [std]
-    layers = [layer_init(nn.Linear(*pair), std) for pair, std in zip(pairwise(sizes), stds, strict=True)]
+    layers = [layer_init(nn.Linear(*pair), std) for pair, std in zip(itertools.pairwise(sizes), stds, strict=True)]
     return nn.Sequential(*[module for layer in layers for module in (layer, nn.Tanh())][:-1])
 
 
 def lstm_init(lstm):
-    """`lstm` with orthogonal weights, zero biases, and a forget-gate bias of 1, so that it remembers from the start.
-    That bias is the largest single gain on PendulumNoVel (Gers et al. 2000; Jozefowicz et al. 2015)."""
+    """`lstm` with orthogonal weights, zero biases, and a forget-gate bias of 1, so that it remembers from the start: the largest single
+    gain on PendulumNoVel (Gers et al. 2000; Jozefowicz et al. 2015)."""
     for name, param in lstm.named_parameters():
-        if "weight" in name:
-            nn.init.orthogonal_(param)
-        else:
-            nn.init.zeros_(param)
+        nn.init.orthogonal_(param) if "weight" in name else nn.init.zeros_(param)
         if "bias_ih" in name:  # (4H,): the input, forget, cell and output gates
             nn.init.ones_(param.data[lstm.hidden_size : 2 * lstm.hidden_size])
     return lstm
@@ -476,8 +421,7 @@ class Agent(nn.Module):
 
     Observations are what `AgentInputs` gives, as tensors: the leaves (n, *shape) and the action mask (n, A, P). A state is one
     tensor (K, 2, layers, N, H): for each LSTM, h and c of each layer. `step` runs one time step (acting), `run_sequences` whole
-    sequences (learning); from the same state they compute the same. K is 0 without recurrence: the features are the memory.
-    """
+    sequences (learning); from the same state they compute the same. K is 0 without recurrence: the features are the memory."""
 
     def __init__(self, obs_space, action_space, args):
         super().__init__()
@@ -519,10 +463,10 @@ class Agent(nn.Module):
         if self.norm_obs:
             _, mean, var = self.obs_stats
             x = ((x - mean) / (var + 1e-8).sqrt()).clamp(-10, 10)
-        others = zip(self.leaves, self.encoders, obs, self.floats, strict=False)  # obs has the mask behind them
-        return torch.cat(
-            [x.to(dtype)] + [net(prepared(space, leaf).to(dtype)) for space, net, leaf, is_float in others if not is_float], -1
-        )
+        encoded = [x.to(dtype)]
+        for space, net, leaf, is_float in zip(self.leaves, self.encoders, obs, self.floats, strict=False):  # obs has the mask behind them
+            encoded += [] if is_float else [net(prepared(space, leaf).to(dtype))]
+        return torch.cat(encoded, -1)
 
     def heads(self, features, memories, mask):
         """Policy outputs (n, A, P) and values (n,) from the features (n, F), each LSTM's output, K x (n, H), and the mask (n, A, P).
@@ -536,8 +480,9 @@ class Agent(nn.Module):
         return policy, self.critic(features if self.critic_lstm == "none" else memories[-1])[:, 0]
 
     def step(self, obs, state):
-        """One time step of N environments: observations, state (K, 2, layers, N, H) -> policy (N, A, P), value (N,), the
-        next state. `torch.lstm_cell` on the LSTM's own weights takes half the time of `nn.LSTM` on one step (measured)."""
+        """One time step of N environments: observations, as arrays too, state (K, 2, layers, N, H) -> policy (N, A, P), value (N,), next
+        state. `torch.lstm_cell` on the LSTM's own weights takes half the time of `nn.LSTM` on one step (measured)."""
+        obs = [torch.as_tensor(leaf, device=state.device) for leaf in obs]
         features = self.features(obs)
         memories, next_state = [], torch.empty_like(state)
         for k, lstm in enumerate(self.lstms):
@@ -552,17 +497,16 @@ class Agent(nn.Module):
     def act(self, obs, state, episode_start, deterministic=False, reward=0.0, info=None):
         """An action for one environment, and the state to hand back with its next observation (for agents of `load_agent`).
 
-        obs and the action are the environment's own. `state` is what the call before returned, None at first. `episode_start`
-        says whether obs is an episode's first: the memory starts empty then. `reward` is the last reward, wanted by agents
-        with --prev-reward; `info` may hold an action mask. Raises ValueError if an episode goes on and its state is missing.
-        """
+        obs and the action are the environment's own. `state` is what the call before returned, None at first. `episode_start` says
+        whether obs is an episode's first: the memory starts empty then. `reward` is the last one, for agents with --prev-reward;
+        `info` may hold an action mask. Raises ValueError if an episode goes on and its state is missing."""
         if state is None and not episode_start:
             raise ValueError("an episode goes on, so `state` must be what the last call of `act` returned")
         memory, last_action = (self.initial_state(1), np.zeros(self.envs.start.shape)) if episode_start else state
         leaves = {path: np.asarray(leaf)[None] for path, leaf in self.envs.leaves_of(obs).items()}
         masks = {"action_mask": [info["action_mask"]], "_action_mask": [True]} if info and "action_mask" in info else {}
         self.envs.done = np.array([episode_start])
-        inputs = as_tensors(self.envs.inputs(leaves, masks, last_action[None], np.array([reward])), memory.device)
+        inputs = self.envs.inputs(leaves, masks, last_action[None], np.array([reward]))
         policy, _, memory = self.step(inputs, memory)
         action = env_action(self.action_space, sampled_action(self.action_space, policy, deterministic))[0]
         return action, (memory, action)
@@ -570,12 +514,11 @@ class Agent(nn.Module):
     def run_sequences(self, obs, state, lengths, packed=None, pad=0.0):
         """Whole sequences at once: policy (n, A, P), value (n,) for each of their steps, and the state after the last ones.
 
-        obs holds the n steps of S sequences, time-major: step 0 of each, then step 1 of each, ...; `lengths`
-        (S,) descends, so a step's sequences are always the first ones and this order is PackedSequence's own.
-        state (K, 2, layers, S, H) is the state before each sequence. Only real steps enter the encoder, leave the LSTMs and
-        reach the heads; what the padding holds (`pad`) changes nothing. Only `packed` knows the state after the sequences.
-        CUDA packs (one cuDNN call) and the CPU pads, since its packed loop is 2-7 x slower on mixed lengths (measured).
-        """
+        obs holds the n steps of S sequences, time-major: step 0 of each, then step 1 of each, ...; `lengths` (S,) descends, so a step's
+        sequences are always the first ones and this order is PackedSequence's own. state (K, 2, layers, S, H) is the one before each
+        sequence. Only real steps enter the encoder, leave the LSTMs and reach the heads; what the padding holds (`pad`) changes nothing.
+        CUDA packs (one cuDNN call) and the CPU pads, since its packed loop is 2-7 x slower on mixed lengths (measured). Only `packed`
+        knows the state after the sequences."""
         features = self.features(obs)  # (n, F)
         packed = features.is_cuda if packed is None else packed
         steps = torch.arange(int(lengths[0]))[:, None] < torch.as_tensor(lengths)  # (L, S), True where a sequence has a step
@@ -586,7 +529,7 @@ class Agent(nn.Module):
         memories, next_state = [], torch.empty_like(state) if packed else None
         for k, (lstm, (h, c)) in enumerate(zip(self.lstms, state, strict=True)):  # h, c: (layers, S, H)
             if packed:
-                memory, last = lstm(PackedSequence(features, steps.sum(1)), (h, c))
+                memory, last = lstm(nn.utils.rnn.PackedSequence(features, steps.sum(1)), (h, c))
                 next_state[k] = torch.stack(last).detach()
                 memories.append(memory.data)  # (n, H)
             else:
@@ -611,19 +554,16 @@ def update_statistics(stats, batch):
     if n and stats.numel():
         batch_mean = summed(batch.sum(0)) / n
         batch_var = summed(((batch - batch_mean) ** 2).sum(0)) / n
-        delta = batch_mean - mean
-        stats[0] = count + n
-        stats[1] = mean + delta * n / (count + n)
-        stats[2] = (var * count + batch_var * n + delta**2 * count * n / (count + n)) / (count + n)
+        delta, total = batch_mean - mean, count + n
+        stats[0], stats[1] = total, mean + delta * n / total
+        stats[2] = (var * count + batch_var * n + delta**2 * count * n / total) / total
 
 
 # ----------------------------------------------------------------------------------------------------------- rollout
 class Rollout(NamedTuple):
-    """What is kept between acting and learning. No LSTM state but `initial_state` is in it.
-
-    Slot t of an environment is not valid if an episode ended at t-1: it holds that episode's final observation, its action
-    is ignored, and the next episode starts at t+1 with a zero state. Its value is what a truncation at t-1 bootstraps from.
-    """
+    """What is kept between acting and learning. No LSTM state but `initial_state` is in it. Slot t of an environment is not valid if an
+    episode ended at t-1: it holds that episode's final observation, its action is ignored, and the next episode starts at t+1 with a
+    zero state. Its value is what a truncation at t-1 bootstraps from."""
 
     obs: tuple  # of each leaf (T + 1, N, *shape) in the environment's dtype, the action mask (T + 1, N, A, P) last
     actions: torch.Tensor  # (T, N, A)
@@ -636,37 +576,16 @@ class Rollout(NamedTuple):
     initial_state: torch.Tensor  # (K, 2, layers, N, H), before slot 0
 
 
-class Carry(NamedTuple):
-    """What acting hands from one rollout to the next, for each of the N environments."""
-
-    next_obs: tuple  # of each leaf (N, *shape), the action mask (N, A, P) last
-    next_done: np.ndarray  # the episode has ended: this observation is its final one
-    next_state: torch.Tensor  # (K, 2, layers, N, H) before this observation, zero at an episode's start
-    episode_return: np.ndarray
-    episode_length: np.ndarray
-
-
-def first_carry(envs, agent, seeds):
-    """The carry before the first step, after a reset with one seed per environment."""
-    n = envs.num_envs
-    obs, _ = envs.reset(seed=seeds)
-    return Carry(obs, np.zeros(n, bool), agent.initial_state(n), np.zeros(n), np.zeros(n, int))
-
-
-def as_tensors(obs, device):
-    """A tuple of arrays as tensors."""
-    return tuple(torch.as_tensor(leaf).to(device) for leaf in obs)
-
-
 @torch.no_grad()
 def collect(envs, agent, carry, num_steps):
-    """Act for `num_steps`: the rollout, the carry after it, and the ended episodes as (slot, return, length)."""
-    action_space, device = envs.single_action_space, carry.next_state.device
-    next_obs, next_done, next_state, episode_return, episode_length = carry
-    episode_return, episode_length = episode_return.copy(), episode_length.copy()
+    """Act for `num_steps`. `carry` is what acting hands from one rollout to the next: the observations, of each leaf (N, *shape) and the
+    action mask (N, A, P) last; whether they are final ones, of episodes that have ended (N,); and the state before them, zero at an
+    episode's start. Returns the rollout, the carry after it, and the ended episodes as (slot, return, length)."""
+    action_space, device = envs.single_action_space, carry[2].device
+    next_obs, next_done, next_state = carry
     rows, episodes = [], []
     for t in range(num_steps):
-        obs, valid = as_tensors(next_obs, device), ~next_done
+        obs, valid = next_obs, ~next_done
         policy, value, next_state = agent.step(obs, next_state)
         if next_done.any():  # this slot's observation is a final one, so the next slot starts an episode
             next_state[..., torch.as_tensor(next_done), :] = 0
@@ -674,26 +593,21 @@ def collect(envs, agent, carry, num_steps):
         next_obs, reward, termination, truncation, _ = envs.step(env_action(action_space, action))
         next_done = termination | truncation
         rows.append((obs, action, policy, value, reward, termination, truncation, valid))
-        episode_return += reward
-        episode_length += valid
-        for i in np.flatnonzero(next_done):
-            episodes.append((t, episode_return[i], episode_length[i]))
-            episode_return[i], episode_length[i] = 0, 0
-    last_obs = as_tensors(next_obs, device)
-    _, last_value, _ = agent.step(last_obs, next_state)
+        episodes += [(t, envs.episode_return[i], envs.episode_length[i]) for i in np.flatnonzero(next_done)]
+    _, last_value, _ = agent.step(next_obs, next_state)
 
     obs, actions, policies, values, *flags = zip(*rows, strict=True)
     logprobs, _ = logprob_and_entropy(action_space, torch.cat(policies), torch.cat(actions))  # (T * N,), one call for all steps
-    obs = tuple(map(torch.stack, zip(*obs, last_obs, strict=True)))
+    obs = tuple(torch.as_tensor(np.stack(leaf), device=device) for leaf in zip(*obs, next_obs, strict=True))
     tensors = obs, torch.stack(actions), logprobs.view(num_steps, -1), torch.stack([*values, last_value])
-    rollout = Rollout(*tensors, *map(np.stack, flags), initial_state=carry.next_state)
-    return rollout, Carry(next_obs, next_done, next_state, episode_return, episode_length), episodes
+    rollout = Rollout(*tensors, *map(np.stack, flags), initial_state=carry[2])
+    return rollout, (next_obs, next_done, next_state), episodes
 
 
 def scaled_rewards(agent, rollout, discounted_return, gamma):
-    """The rewards (T, N) divided by the running std of the discounted return, clipped to +-10, and the discounted return (N,)
-    of each running episode. `discounted_return` (N,) comes from the rollout before; the slot behind an episode's end, which is
-    not valid, clears it, after a truncation too. The statistics are updated first: they do not touch the policy."""
+    """The rewards (T, N) divided by the running std of the discounted return, clipped to +-10, and the discounted return (N,) of each
+    running episode, at first that of the rollout before; the slot behind an episode's end, which is not valid, clears it, after a
+    truncation too. The statistics are updated first: they do not touch the policy."""
     returns = np.zeros_like(rollout.rewards)
     for t in range(len(returns)):
         returns[t] = discounted_return = (discounted_return * gamma + rollout.rewards[t]) * rollout.valid[t]
@@ -702,13 +616,10 @@ def scaled_rewards(agent, rollout, discounted_return, gamma):
 
 
 def gae(rewards, values, terminations, truncations, gamma, gae_lambda):
-    """Advantages (T, N) by generalised advantage estimation (Schulman et al. 2016), from rewards and flags (T, N) and
-    values (T + 1, N).
-
-    The value in the slot after an episode's last step is the final observation's, under the state carried to it: a
-    truncation bootstraps from it, a termination does not, and neither passes advantage back from the next episode. In slots
-    that are not valid the result means nothing.
-    """
+    """Advantages (T, N) by generalised advantage estimation (Schulman et al. 2016), from rewards and flags (T, N) and values (T + 1, N).
+    The value in the slot after an episode's last step is the final observation's, under the state carried to it: a truncation
+    bootstraps from it, a termination does not, and neither passes advantage back from the next episode. Slots that are not valid
+    mean nothing."""
     ended = terminations | truncations
     deltas = rewards + gamma * np.where(terminations, 0.0, values[1:]) - values[:-1]
     advantages, advantage = np.zeros_like(rewards), 0.0
@@ -740,22 +651,11 @@ def whole_sequences(valid, recurrent=True):
     return Sequences(env, start, end - start, np.zeros_like(env))
 
 
-def cut_sequences(sequences, cuts):
-    """The pieces left when the whole sequences, laid end to end in their order, are cut at the positions `cuts`."""
-    offsets = np.cumsum(sequences.length) - sequences.length  # (S,), where each sequence begins on that line
-    begin = np.union1d(offsets, cuts)
-    row = np.searchsorted(offsets, begin, side="right") - 1  # the sequence each piece belongs to
-    piece = np.arange(len(begin)) - np.searchsorted(row, row)
-    return Sequences(sequences.env[row], sequences.start[row] + begin - offsets[row], np.diff(begin, append=sequences.length.sum()), piece)
-
-
 def balanced_groups(lengths, num_groups, rng, draws=8):
-    """`num_groups` random groups of sequences, as a group number per sequence, whose step counts are nearly equal.
-
-    Each draw deals the sequences, the longer ones earlier but with noise in that order, each to the group with the fewest
-    steps. Of the draws, the most even one wins (to a hundredth of a minibatch), then the one with the least padding.
-    """
-    best, best_score = None, None
+    """`num_groups` random groups of sequences, as a group number per sequence, whose step counts are nearly equal. Each draw deals the
+    sequences, the longer ones earlier but with noise in that order, each to the group with the fewest steps. Of the draws, the most
+    even one wins (to a hundredth of a minibatch), then the one with the least padding."""
+    candidates = []
     for _ in range(draws):
         group = np.zeros(len(lengths), int)
         steps = [(0, g) for g in range(num_groups)]
@@ -765,35 +665,30 @@ def balanced_groups(lengths, num_groups, rng, draws=8):
             heapq.heapreplace(steps, (count + lengths[i], g))
             group[i], rows[g], longest[g] = g, rows[g] + 1, max(longest[g], lengths[i])
         uneven = (max(steps)[0] - steps[0][0]) * num_groups / lengths.sum()
-        score = (round(uneven * 100), np.dot(rows, longest))
-        if best is None or score < best_score:
-            best, best_score = group, score
-    return best
+        candidates.append((round(uneven * 100), np.dot(rows, longest), group))
+    return min(candidates, key=lambda candidate: candidate[:2])[2]
 
 
 def drawn_minibatches(sequences, batching, num_minibatches, max_seq_len, rng):
     """One epoch's minibatches, drawn at random: the table of (pieces of) sequences, and a list of arrays of its rows.
     Every valid step is in exactly one minibatch; none is empty. There may be fewer than `num_minibatches`: as many as there are
     rows (whole-seq), steps (fixed-size), or groups of environments with a valid step (env-split)."""
-    total = sequences.length.sum()
     order = rng.permutation(len(sequences.env))
-    sequences = Sequences(*(column[order] for column in sequences))
-    offsets = np.cumsum(sequences.length) - sequences.length
-    cuts = [np.zeros(0, int)]
-    if max_seq_len is not None:
-        cuts += [np.arange(o + max_seq_len, o + n, max_seq_len) for o, n in zip(offsets, sequences.length, strict=True)]
-    edges = np.zeros(0, int)
-    if batching == "fixed-size":
-        num_minibatches = min(num_minibatches, total)
-        edges = np.arange(num_minibatches) * total // num_minibatches  # counts differ by at most one step
-    pieces = cut_sequences(sequences, np.concatenate([*cuts, edges]))
+    env, start, length, _ = (column[order] for column in sequences)
+    offsets, total = np.cumsum(length) - length, length.sum()  # (S,), where each sequence begins when all are laid end to end
+    num_minibatches = min(num_minibatches, total)
+    edges = np.arange(num_minibatches if batching == "fixed-size" else 0) * total // num_minibatches  # counts differ by at most one step
+    begins = [np.arange(offset, offset + n, max_seq_len or n) for offset, n in zip(offsets, length, strict=True)]
+    begin = np.union1d(np.concatenate(begins), edges)  # where each piece begins
+    row = np.searchsorted(offsets, begin, side="right") - 1  # the sequence that it belongs to
+    piece = np.arange(len(begin)) - np.searchsorted(row, row)
+    pieces = Sequences(env[row], start[row] + begin - offsets[row], np.diff(begin, append=total), piece)
     if batching == "whole-seq":
-        num_minibatches = min(num_minibatches, len(pieces.env))
-        group = balanced_groups(pieces.length, num_minibatches, rng)
+        group = balanced_groups(pieces.length, min(num_minibatches, len(begin)), rng)
     elif batching == "fixed-size":
-        group = np.searchsorted(edges, np.cumsum(pieces.length) - pieces.length, side="right") - 1
+        group = np.searchsorted(edges, begin, side="right") - 1
     else:
-        group = rng.permutation(pieces.env.max() + 1)[pieces.env] % num_minibatches
+        group = rng.permutation(env.max() + 1)[pieces.env] % num_minibatches
     rows = [np.flatnonzero(group == g) for g in range(num_minibatches)]
     return pieces, [r for r in rows if len(r)]
 
@@ -808,22 +703,16 @@ def time_major(pieces, rows, num_envs):
     return rows, lengths, torch.as_tensor(index[t < lengths])
 
 
-def at(b_obs, index):
-    """The steps `index` (n,) of a tuple of leaves (T * N, ...) or ((T + 1) * N, ...)."""
-    return tuple(leaf[index] for leaf in b_obs)
-
-
 @torch.no_grad()
 def states_before(agent, b_obs, initial_state, pieces):
-    """The LSTM state before each piece (K, 2, layers, S, H): the rollout's initial state at slot 0, zero at an episode's start;
-    behind a cut, what the current weights make of the piece before, run without gradient: all first pieces at once, then all
-    second ones, ..."""
+    """The LSTM state before each piece (K, 2, layers, S, H): the rollout's initial state at slot 0, zero at an episode's start; behind
+    a cut, what the current weights make of the piece before, without gradient: all first pieces at once, then all second ones, ..."""
     state = agent.initial_state(len(pieces.env))
     begins = np.flatnonzero(pieces.start == 0)
     state[..., begins, :] = initial_state[..., pieces.env[begins], :]
     for k in range(1, pieces.piece.max() + 1):
         before, lengths, index = time_major(pieces, np.flatnonzero(pieces.piece == k) - 1, initial_state.shape[-2])
-        _, _, state[..., before + 1, :] = agent.run_sequences(at(b_obs, index), state[..., before, :], lengths, packed=True)
+        _, _, state[..., before + 1, :] = agent.run_sequences([leaf[index] for leaf in b_obs], state[..., before, :], lengths, packed=True)
     return state
 
 
@@ -835,7 +724,7 @@ def current_values(agent, b_obs, rollout):
     state = states_before(agent, b_obs, rollout.initial_state, sequences)
     longer = sequences._replace(length=sequences.length + 1)
     rows, lengths, index = time_major(longer, np.arange(len(longer.env)), rollout.valid.shape[1])
-    _, values.view(-1)[index], _ = agent.run_sequences(at(b_obs, index), state[..., rows, :], lengths)
+    _, values.view(-1)[index], _ = agent.run_sequences([leaf[index] for leaf in b_obs], state[..., rows, :], lengths)
     return values
 
 
@@ -872,15 +761,14 @@ def update(agent, optimizer, rollout, advantages, args, rng):
     b_obs, b_actions, b_logprobs = tuple(x.flatten(0, 1) for x in rollout.obs), rollout.actions.flatten(0, 1), rollout.logprobs.flatten()
     b_values = rollout.values[:-1].flatten()
     b_valid = torch.as_tensor(rollout.valid.flatten(), device=device)
-    own_valid = torch.tensor(rollout.valid.sum(), device=device)
-    num_valid, least_valid = summed(own_valid.clone()).item(), summed(own_valid, dist.ReduceOp.MIN).item()
+    num_valid, least_valid = summed(b_valid.sum()).item(), summed(b_valid.sum(), dist.ReduceOp.MIN).item()
     if least_valid == 0:  # in this process or another; possible with one step a rollout
         return {"charts/valid_steps": 0}
     sequences = whole_sequences(rollout.valid, args.recurrent)
 
     def relearnt(rows):  # what the current weights make of some rows of the table; the indices of their steps first
         rows, lengths, mb_inds = time_major(pieces, rows, N)
-        policy, newvalue, _ = agent.run_sequences(at(b_obs, mb_inds), state[..., rows, :], lengths)
+        policy, newvalue, _ = agent.run_sequences([leaf[mb_inds] for leaf in b_obs], state[..., rows, :], lengths)
         newlogprob, entropy = logprob_and_entropy(agent.action_space, policy, b_actions[mb_inds])
         return mb_inds, newlogprob, entropy, newvalue
 
@@ -922,8 +810,7 @@ def update(agent, optimizer, rollout, advantages, args, rng):
             loss.backward()
             if dist.is_initialized():  # each process divided by the size of all
                 gradients = [param.grad for param in agent.parameters()]
-                flat = summed(nn.utils.parameters_to_vector(gradients))
-                nn.utils.vector_to_parameters(flat, gradients)
+                nn.utils.vector_to_parameters(summed(nn.utils.parameters_to_vector(gradients)), gradients)
             if not nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm).isfinite():
                 bad = [name for name, x in zip(("policy loss", "value loss", "entropy"), losses, strict=False) if not x.isfinite()]
                 where = f"the {bad[0] if bad else 'gradient'} in epoch {epoch} is not finite"
@@ -940,15 +827,9 @@ def update(agent, optimizer, rollout, advantages, args, rng):
     sums, mb_sizes = summed(sums), summed(torch.tensor(mb_sizes, device=device)).tolist()
     names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
     metrics = {f"losses/{name}": value / sum(mb_sizes) for name, value in zip(names, sums.tolist(), strict=True)}
-    return metrics | {
-        "losses/explained_variance": explained,
-        "charts/valid_steps": num_valid,
-        "charts/minibatches": len(minibatches),
-        "charts/minibatch_steps_min": min(mb_sizes),
-        "charts/minibatch_steps_max": max(mb_sizes),
-        "charts/padding_fraction": padding,
-        "debug/ratio_error": ratio_error,
-    }
+    metrics |= {"losses/explained_variance": explained, "debug/ratio_error": ratio_error, "charts/padding_fraction": padding}
+    metrics |= {"charts/minibatch_steps_min": min(mb_sizes), "charts/minibatch_steps_max": max(mb_sizes)}
+    return metrics | {"charts/valid_steps": num_valid, "charts/minibatches": len(minibatches)}
 
 
 # -------------------------------------------------------------------------------------------------------- evaluation
@@ -966,7 +847,7 @@ def evaluate(agent, args, deterministic=True, video_dir=None):
         state = agent.initial_state(envs.num_envs)
         running = numbers < episodes
         while running.any():
-            policy, _, state = agent.step(as_tensors(obs, state.device), state)
+            policy, _, state = agent.step(obs, state)
             action = sampled_action(envs.single_action_space, policy, deterministic)
             obs, reward, termination, truncation, _ = envs.step(env_action(envs.single_action_space, action))
             returns[numbers[running]] += reward[running]
@@ -978,10 +859,8 @@ def evaluate(agent, args, deterministic=True, video_dir=None):
 # ------------------------------------------------------------------------------------------------------- checkpoints
 def write_state(path, state):
     """Write a checkpoint so that at every moment `path` is the old file or the whole new one."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
     with open(f"{path}.tmp", "wb") as file:
-        file.write(buffer.getbuffer())
+        torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
     os.replace(f"{path}.tmp", path)
@@ -1013,13 +892,10 @@ def load_agent(run_dir):
 def stop(signum, _):
     """End the program on SIGINT or SIGTERM: `train` keeps the state of the last iteration on the way out. A second signal kills."""
     signal.signal(signum, signal.SIG_DFL)
-    if os.getpid() == MAIN_PROCESS:  # not in a worker of --vec-env async, which the main process closes
+    if multiprocessing.parent_process() is None:  # not in a worker of --vec-env async, which the main process closes
         sys.exit(128 + signum)
     elif signum == signal.SIGTERM:
         os._exit(128 + signum)
-
-
-MAIN_PROCESS = os.getpid()
 
 
 # -------------------------------------------------------------------------------------------------------------- main
@@ -1041,7 +917,8 @@ def train(args):
     run_name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}".replace("/", "_").replace(":", "_")
     run_dir = os.path.normpath(args.resume) if args.resume else f"runs/{run_name}"
     share, video_dir = replace(args, num_envs=args.num_envs // world_size), f"{run_dir}/videos" if args.capture_video and not rank else None
-    seeds = env_seeds(share, rank, first_iteration)
+    seeds = np.random.SeedSequence([args.seed, first_iteration]).generate_state(args.num_envs) % FIRST_EVAL_SEED  # others on --resume
+    seeds = seeds[rank * share.num_envs :][: share.num_envs].tolist()
     envs = make_envs(share, seeds, video_dir)
     agent = Agent(envs.single_observation_space, envs.single_action_space, args).to(device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, fused=True)
@@ -1052,21 +929,19 @@ def train(args):
         torch.set_rng_state(state["torch_rng"])
     if rank:
         torch.manual_seed(int(rng.integers(2**31)))  # other actions in every process
-    carry = first_carry(envs, agent, seeds)
+    carry = envs.reset(seed=seeds)[0], np.zeros(share.num_envs, bool), agent.initial_state(share.num_envs)
 
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    last_returns, discounted_return, warned = deque(maxlen=100), np.zeros(share.num_envs), False
+    last_returns, discounted_return, warned = [], np.zeros(share.num_envs), False
     writer, eval_returns, wandb_id = None, np.zeros(0), state["wandb"]
-    bar = tqdm(
-        total=num_iterations * batch_size, initial=first_iteration * batch_size, unit=" steps", disable=rank or not sys.stderr.isatty()
-    )
+    steps = {"total": num_iterations * batch_size, "initial": first_iteration * batch_size, "unit": " steps"}
+    bar = tqdm(**steps, disable=rank or not sys.stderr.isatty())
 
     def boundary(iteration):  # all that a run needs to go on behind `iteration` iterations: plain types and tensors only
-        rngs = {"torch_rng": torch.get_rng_state(), "numpy_rng": rng.bit_generator.state}
-        weights = {"agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
         plain = {"iteration": iteration, "args": vars(replace(args, resume=None)), "wandb": wandb_id}
-        return copy.deepcopy({**plain, **rngs, **weights})
+        rngs = {"torch_rng": torch.get_rng_state(), "numpy_rng": rng.bit_generator.state}
+        return copy.deepcopy({**plain, **rngs, "agent": agent.state_dict(), "optimizer": optimizer.state_dict()})
 
     last_state = boundary(first_iteration)
     try:
@@ -1108,7 +983,7 @@ def train(args):
             for t, episodic_return, episodic_length in episodes:
                 writer.add_scalar("charts/episodic_return", episodic_return, global_step + (t + 1) * args.num_envs)
                 writer.add_scalar("charts/episodic_length", episodic_length, global_step + (t + 1) * args.num_envs)
-                last_returns.append(episodic_return)
+                last_returns = [*last_returns, episodic_return][-100:]
             global_step += batch_size
             sps = int((global_step - first_iteration * batch_size) / (update_end - start_time))
             metrics |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/SPS": sps}

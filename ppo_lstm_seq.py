@@ -2,19 +2,18 @@
 #
 #     python ppo_lstm_seq.py --env-id PendulumNoVel-v1 --batching whole-seq
 #
-# PPO is Schulman et al. 2017 (https://arxiv.org/abs/1707.06347); file layout, names and TensorBoard tags follow
-# CleanRL (https://docs.cleanrl.dev). Learning on whole sequences was proposed for Stable-Baselines3-contrib; keeping
-# only the LSTM state at the start of the rollout is what CleanRL's ppo_atari_lstm.py does.
+# PPO is Schulman et al. 2017 (https://arxiv.org/abs/1707.06347); layout, names and tags follow CleanRL (https://docs.cleanrl.dev), as
+# does keeping only the LSTM state at the start of the rollout. Learning on whole sequences was proposed for Stable-Baselines3-contrib.
 #
-# Letters in the shape comments: T steps of a rollout, N environments, S sequences, L length of the longest of them,
-# n valid steps, D observation size, F features, A entries of an action, P policy outputs for each, H hidden size, K LSTMs (2 if the
-# critic has its own).
+# Letters in the shape comments: T steps of a rollout, N environments, S sequences, L length of the longest of them, n valid steps,
+# D observation size, F features, A entries of an action, P policy outputs for each, H hidden size, K LSTMs (2 if the critic has its own).
 #
 # /// script
 # requires-python = ">=3.10"
 # dependencies = ["torch>=2.4", "numpy", "gymnasium>=1.1", "tyro", "tensorboard", "tqdm", "wandb"]
 # ///
 import copy
+import difflib
 import functools
 import heapq
 import importlib.util
@@ -58,11 +57,9 @@ class Args:
     checkpoint_interval: int = 10  # iterations between checkpoints, from which --resume goes on (0: only when the run ends or is stopped)
     save_model: bool = True  # write the trained agent to runs/NAME/model.pt
     eval_episodes: int = 100  # episodes of the deterministic evaluation at the end, on seeds new to it (0: none, for tasks that never end)
-
     # Algorithm specific arguments
     env_id: str = "PendulumNoVel-v1"  # any Gymnasium id; module:Id-v0 imports the module first
-    vec_env: Literal["sync", "async", "envpool"] = "sync"
-    """where the environments run: in this process, in one process each (for slow ones), or in EnvPool's threads (what it has)"""
+    vec_env: Literal["sync", "async", "envpool"] = "sync"  # environments in this process, in one process each, or in EnvPool's threads
     obs_keys: tuple[str, ...] = ()  # of Dict observations, the keys to use (all if none is given)
     frame_stack: int = 1  # observe the last so many observations together
     prev_action: bool = False  # observe the last action too, as the environment received it
@@ -82,8 +79,7 @@ class Args:
     recompute_adv: bool = True  # compute advantages and returns anew before each epoch, from the values that the weights of then give
     norm_adv: bool = True  # normalise advantages to mean 0, std 1
     norm_adv_scope: Literal["rollout", "minibatch"] = "minibatch"  # the set of valid steps over which advantages are normalised
-    loss_norm: Literal["nominal", "minibatch"] = "nominal"
-    """divide a minibatch's summed loss by the nominal minibatch size, so that every step weighs the same, or by its own"""
+    loss_norm: Literal["nominal", "minibatch"] = "nominal"  # what a minibatch's summed loss is divided by: the nominal size, or its own
     clip_coef: float = 0.2  # clipping range of the probability ratio
     clip_vloss: bool = False  # clip the value loss too
     ent_coef: float = 0.02  # weight of the entropy bonus
@@ -98,19 +94,14 @@ class Args:
     norm_reward: bool = True  # divide rewards by the running std of the discounted return, clipped to +-10
 
 
-# Of a run's arguments, those that may change when it goes on or is evaluated.
-FREE = {"resume", "evaluate", "total_timesteps", "checkpoint_interval", "save_model", "eval_episodes", "capture_video", "cuda", "track"}
-
-
 def fail(message, code=2):
     """Print one line to stderr and exit: with code 2 for bad input, 1 for a run that went wrong."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)
 
 
-def parsed_args(argv=None):
+def parsed_args(argv):
     """The checked arguments of a command line. A bad value ends the program with one line that names the flag."""
-    argv = sys.argv[1:] if argv is None else argv
     for flag, following in itertools.pairwise([*argv, ""]):
         name, _, value = flag.removeprefix("--").removeprefix("no-").replace("_", "-").partition("=")
         given = (value or following).lower() in ("true", "false", "yes", "no", "on", "off", "0", "1")
@@ -118,11 +109,11 @@ def parsed_args(argv=None):
             fail(f"--{name} takes no value: write --{name} or --no-{name}")
     args = tyro.cli(Args, args=argv)
     if args.resume or args.evaluate:
-        state = loaded(args.resume, "checkpoint.pt") if args.resume else loaded(args.evaluate, "checkpoint.pt", "model.pt")
-        saved = Args(**state["args"])
+        saved = Args(**loaded(args.resume or args.evaluate, "checkpoint.pt", "model.pt")["args"])
         args = tyro.cli(Args, args=argv, default=replace(saved, resume=args.resume, evaluate=args.evaluate))
+        free = "resume evaluate total_timesteps checkpoint_interval save_model eval_episodes capture_video cuda track"
         for name, value in vars(saved).items():
-            if getattr(args, name) != value and name not in FREE:
+            if getattr(args, name) != value and name not in free.split():
                 fail(f"--{name.replace('_', '-')} is {getattr(args, name)}, but the run has {value}: leave it out")
     for words, holds, names in [
         ("at least 1", lambda x: x >= 1, "num_envs num_steps num_minibatches update_epochs max_seq_len frame_stack"),
@@ -218,11 +209,7 @@ class AgentInputs(gym.vector.VectorWrapper):
 
     def reset(self, *, seed=None, options=None):
         obs, info = self.env.reset(seed=seed, options=options)
-        self.done, self.episode_return, self.episode_length = (
-            np.ones(self.num_envs, bool),
-            np.zeros(self.num_envs),
-            np.zeros(self.num_envs, int),
-        )
+        self.done, (self.episode_return, self.episode_length) = np.ones(self.num_envs, bool), np.zeros((2, self.num_envs))
         inputs = self.inputs(self.leaves_of(obs), self.masks(info), np.zeros((self.num_envs, len(self.start))), np.zeros(self.num_envs))
         self.done = ~self.done
         return inputs, info
@@ -230,13 +217,14 @@ class AgentInputs(gym.vector.VectorWrapper):
     def step(self, action):
         try:
             obs, reward, termination, truncation, info = self.env.step(action)
+            info = self.masks(info)
         except Exception as error:  # Gymnasium's vector environments keep the failing one's number in `i` or `index`
             frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
             numbers = [x.get("index", x.get("i")) for x in frames if isinstance(x.get("self"), gym.vector.VectorEnv)]
             file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
             fail(f"environment {numbers[-1]} failed: {type(error).__name__}: {error} ({file}:{line})", 1)
         reward = np.asarray(reward, np.float64)
-        inputs = self.inputs(self.leaves_of(obs), self.masks(info), action, reward)
+        inputs = self.inputs(self.leaves_of(obs), info, action, reward)
         self.episode_return = np.where(self.done, 0, self.episode_return + reward)
         self.episode_length = np.where(self.done, 0, self.episode_length + 1)
         self.done = termination | truncation
@@ -249,16 +237,15 @@ class AgentInputs(gym.vector.VectorWrapper):
 
     def masks(self, info):
         """`info` with the masks of valid actions, which the environments put there or have as `action_masks()`."""
-        called = {"action_mask": self.env.call("action_masks"), "_action_mask": [True] * self.num_envs} if self.call_masks else {}
-        return info | called
+        return info | ({"action_mask": self.env.call("action_masks"), "_action_mask": [True] * self.num_envs} if self.call_masks else {})
 
     def leaves_of(self, obs):
-        """The arrays of an observation: {(key, ...): leaf}."""
-        return {path: functools.reduce(operator.getitem, path, obs) for path in self.paths}
+        """The arrays of an observation."""
+        return [functools.reduce(operator.getitem, path, obs) for path in self.paths]
 
     def inputs(self, leaves, info, action, reward):
         """The tuple of what is seen behind a step; `self.done` (N,) still says which episodes had ended before it."""
-        seen = list(leaves.values())
+        seen = [*leaves]
         if self.prev_action:
             action = np.reshape(action, (self.num_envs, -1))  # (N, A)
             if not self.is_box:
@@ -309,29 +296,28 @@ def make_envs(args, seeds=None, video_dir=None):
         if args.vec_env == "envpool":
             envs = envpool_envs(args, seeds)
         else:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # an outdated id that can't be made is said below
-                render = {"render_mode": "rgb_array"} if video_dir else {}
-                envs = gym.make_vec(env_id, args.num_envs, args.vec_env, wrappers=wrappers, disable_env_checker=True, **render)
+            warnings.simplefilter("ignore", DeprecationWarning)  # an outdated id that can't be made is said below
+            render = {"render_mode": "rgb_array"} if video_dir else {}
+            envs = gym.make_vec(env_id, args.num_envs, args.vec_env, wrappers=wrappers, disable_env_checker=True, **render)
     except (gym.error.Error, ImportError, ValueError, TypeError) as error:
-        mend = f" Try: pip install {error.name}" if getattr(error, "name", "") else ""
-        fail(f"--env-id {args.env_id}: {error}{mend}")
+        close = ", ".join(difflib.get_close_matches(env_id, [] if env_id in gym.registry else gym.registry))
+        mend = f" Close matches: {close}." if close else f" Try: pip install {error.name}" if getattr(error, "name", "") else ""
+        fail(f"--env-id {args.env_id!r}: {error}{mend}")
     assert envs.metadata["autoreset_mode"] is gym.vector.AutoresetMode.NEXT_STEP
     supported = gym.spaces.Box, gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary
     observed = leaves(envs.single_observation_space, ("observations",))
     for path, leaf in [*observed.items(), (("actions",), envs.single_action_space)]:
         if not isinstance(leaf, supported):
             what = f"{' '.join(map(str, path))} of type {type(leaf).__name__}"
-            keys = " ".join(str(key) for _, key, *_ in observed if len(path) > 1 and key != path[1])
+            keys = " ".join(dict.fromkeys(str(other[1]) for other in observed if path[1:] and other[1] != path[1]))
             mend = f"try --obs-keys {keys}" if keys else "wrap the environment"
             fail(f"--env-id {args.env_id} has {what}, but only Box, Discrete, MultiDiscrete and MultiBinary are supported: {mend}")
     return AgentInputs(envs, args)
 
 
 # ------------------------------------------------------------------------------------------------------------- agent
-# The encoder is two functions of a leaf of the observation space, what goes in and the network. The action distribution is three
-# functions of the action space and of `policy` (n, A, P): for each entry of an action the logits of its P choices, or for a Box
-# mean and log std.
+# The encoder is two functions of a leaf of the observation space. The action distribution is three functions of the action space and of
+# `policy` (n, A, P): for each entry of an action the logits of its P choices, or for a Box mean and log std.
 def prepared(space, obs):
     """A leaf's observations (n, *shape) as a network takes them: images (n, C, H, W), which are uint8 of shape (H, W), (H, W, C) or
     (C, H, W), or a stack of K such frames in front, and other bytes scaled to 0 ... 1; the discrete ones one-hot (n, F); others flat."""
@@ -387,8 +373,7 @@ def env_action(space, action):
         return (action + choices(space)[0]).reshape(-1, *space.shape).astype(space.dtype)
     bounded = (space.low > -1e30) & (space.high < 1e30)  # float32's largest number is a bound in name only
     low, high = np.where(bounded, space.low, -1.0), np.where(bounded, space.high, 1.0)
-    action = (high + low) / 2 + (high - low) / 2 * action.reshape(-1, *space.shape)
-    action = np.clip(action, space.low, space.high)
+    action = ((high + low) / 2 + (high - low) / 2 * action.reshape(-1, *space.shape)).clip(space.low, space.high)
     return (np.rint(action) if space.dtype.kind in "iu" else action).astype(space.dtype)
 
 
@@ -401,14 +386,12 @@ def layer_init(layer, std):
 
 def mlp(sizes, std):
     """Linear layers from each size to the next with tanh between them; the last one's weights have scale `std`."""
-    stds = [2**0.5] * (len(sizes) - 2) + [std]
-    layers = [layer_init(nn.Linear(*pair), std) for pair, std in zip(itertools.pairwise(sizes), stds, strict=True)]
-    return nn.Sequential(*[module for layer in layers for module in (layer, nn.Tanh())][:-1])
+    hidden = [(layer_init(nn.Linear(*pair), 2**0.5), nn.Tanh()) for pair in itertools.pairwise(sizes[:-1])]
+    return nn.Sequential(*itertools.chain(*hidden), layer_init(nn.Linear(*sizes[-2:]), std))
 
 
 def lstm_init(lstm):
-    """`lstm` with orthogonal weights, zero biases, and a forget-gate bias of 1, so that it remembers from the start: the largest single
-    gain on PendulumNoVel (Gers et al. 2000; Jozefowicz et al. 2015)."""
+    """`lstm` with orthogonal weights, zero biases, but 1 for the forget gates: by far the largest single gain (Jozefowicz et al. 2015)."""
     for name, param in lstm.named_parameters():
         nn.init.orthogonal_(param) if "weight" in name else nn.init.zeros_(param)
         if "bias_ih" in name:  # (4H,): the input, forget, cell and output gates
@@ -417,23 +400,26 @@ def lstm_init(lstm):
 
 
 class Agent(nn.Module):
-    """Encoders, LSTM(s), heads, and the running statistics by which observations and rewards are normalised.
-
-    Observations are what `AgentInputs` gives, as tensors: the leaves (n, *shape) and the action mask (n, A, P). A state is one
-    tensor (K, 2, layers, N, H): for each LSTM, h and c of each layer. `step` runs one time step (acting), `run_sequences` whole
-    sequences (learning); from the same state they compute the same. K is 0 without recurrence: the features are the memory."""
+    """Encoders, LSTM(s), heads, and the running statistics by which observations and rewards are normalised. Observations are what
+    `AgentInputs` gives, as tensors: the leaves (n, *shape) and the action mask (n, A, P). A state is one tensor (K, 2, layers, N, H): for
+    each LSTM, h and c of each layer. `step` runs one time step (acting), `run_sequences` whole sequences (learning); from the same state
+    they compute the same. K is 0 without recurrence: the features are the memory."""
 
     def __init__(self, obs_space, action_space, args):
         super().__init__()
         self.action_space, self.norm_obs, self.critic_lstm = action_space, args.norm_obs, args.critic_lstm
         self.leaves = obs_space.spaces[:-1]
         self.floats = [space.dtype.kind == "f" for space in self.leaves]
-        hidden_size = args.lstm_hidden_size
-        self.state_size = ((2 if args.critic_lstm == "separate" else 1) if args.recurrent else 0), 2, args.lstm_layers, hidden_size
-
+        self.state_size = (
+            ((2 if args.critic_lstm == "separate" else 1) if args.recurrent else 0),
+            2,
+            args.lstm_layers,
+            args.lstm_hidden_size,
+        )
         encoders, sizes = zip(*map(encoder, self.leaves), strict=True)
         self.encoders, feature_size = nn.ModuleList(encoders), sum(sizes)
-        self.lstms = nn.ModuleList(lstm_init(nn.LSTM(feature_size, hidden_size, args.lstm_layers)) for _ in range(self.state_size[0]))
+        num_lstms, _, num_layers, hidden_size = self.state_size
+        self.lstms = nn.ModuleList(lstm_init(nn.LSTM(feature_size, hidden_size, num_layers)) for _ in range(num_lstms))
         actor_sizes = [hidden_size, 64] if args.recurrent else [feature_size, hidden_size, 64]
         critic_sizes = [feature_size, 64] if args.recurrent and args.critic_lstm == "none" else actor_sizes
         action_size, num_choices = choices(action_space)[1].shape  # A, P
@@ -441,16 +427,13 @@ class Agent(nn.Module):
         self.actor = mlp([*actor_sizes, action_size if continuous else action_size * num_choices], 0.1)
         self.critic = mlp([*critic_sizes, 1], 1.0)
         self.logstd = nn.Parameter(torch.zeros(1, action_size)) if continuous else None
-        # count, mean and variance of every float entry of the observations, and of the discounted return (float64)
-        fresh = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
-        num_floats = sum(size for size, is_float in zip(sizes, self.floats, strict=True) if is_float)
-        self.register_buffer("obs_stats", fresh[:, None].repeat(1, num_floats))
-        self.register_buffer("return_stats", fresh.clone())
+        # count, mean and variance of the discounted return, and of every float entry of the observations (float64)
+        self.register_buffer("return_stats", torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))
+        self.register_buffer("obs_stats", self.return_stats[:, None].repeat(1, np.dot(sizes, self.floats)))
 
     def initial_state(self, num_envs):
         """The state at the start of an episode: zeros (K, 2, layers, N, H)."""
-        *size, hidden_size = self.state_size
-        return next(self.parameters()).new_zeros(*size, num_envs, hidden_size)
+        return next(self.parameters()).new_zeros(*self.state_size[:-1], num_envs, self.state_size[-1])
 
     def float_obs(self, obs):
         """The float leaves of observations, flat and side by side: (n, D)."""
@@ -469,8 +452,7 @@ class Agent(nn.Module):
         return torch.cat(encoded, -1)
 
     def heads(self, features, memories, mask):
-        """Policy outputs (n, A, P) and values (n,) from the features (n, F), each LSTM's output, K x (n, H), and the mask (n, A, P).
-        An action that is not valid gets probability 0."""
+        """Policy outputs (n, A, P), of probability 0 where `mask` is False, and values (n,), from features (n, F) and K memories (n, H)."""
         memories = memories or [features]
         policy = self.actor(memories[0])
         if self.logstd is not None:
@@ -495,46 +477,42 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def act(self, obs, state, episode_start, deterministic=False, reward=0.0, info=None):
-        """An action for one environment, and the state to hand back with its next observation (for agents of `load_agent`).
-
-        obs and the action are the environment's own. `state` is what the call before returned, None at first. `episode_start` says
-        whether obs is an episode's first: the memory starts empty then. `reward` is the last one, for agents with --prev-reward;
-        `info` may hold an action mask. Raises ValueError if an episode goes on and its state is missing."""
+        """An action for one environment, and the state to hand back with its next observation (for agents of `load_agent`). obs and the
+        action are the environment's own. `state` is what the call before returned, None at first. `episode_start` says whether obs is an
+        episode's first: the memory starts empty then. `reward` is the last one, for agents with --prev-reward; `info` may hold an action
+        mask. Raises ValueError if an episode goes on and its state is missing."""
         if state is None and not episode_start:
             raise ValueError("an episode goes on, so `state` must be what the last call of `act` returned")
         memory, last_action = (self.initial_state(1), np.zeros(self.envs.start.shape)) if episode_start else state
-        leaves = {path: np.asarray(leaf)[None] for path, leaf in self.envs.leaves_of(obs).items()}
+        leaves = [np.asarray(leaf)[None] for leaf in self.envs.leaves_of(obs)]
         masks = {"action_mask": [info["action_mask"]], "_action_mask": [True]} if info and "action_mask" in info else {}
         self.envs.done = np.array([episode_start])
-        inputs = self.envs.inputs(leaves, masks, last_action[None], np.array([reward]))
-        policy, _, memory = self.step(inputs, memory)
+        policy, _, memory = self.step(self.envs.inputs(leaves, masks, last_action[None], np.array([reward])), memory)
         action = env_action(self.action_space, sampled_action(self.action_space, policy, deterministic))[0]
         return action, (memory, action)
 
     def run_sequences(self, obs, state, lengths, packed=None, pad=0.0):
-        """Whole sequences at once: policy (n, A, P), value (n,) for each of their steps, and the state after the last ones.
-
+        """Whole sequences at once: policy (n, A, P), value (n,) for each of their steps, and, if `packed`, the state after each sequence.
         obs holds the n steps of S sequences, time-major: step 0 of each, then step 1 of each, ...; `lengths` (S,) descends, so a step's
         sequences are always the first ones and this order is PackedSequence's own. state (K, 2, layers, S, H) is the one before each
         sequence. Only real steps enter the encoder, leave the LSTMs and reach the heads; what the padding holds (`pad`) changes nothing.
-        CUDA packs (one cuDNN call) and the CPU pads, since its packed loop is 2-7 x slower on mixed lengths (measured). Only `packed`
-        knows the state after the sequences."""
+        CUDA packs (one cuDNN call) and the CPU pads, since its packed loop is 2-7 x slower on mixed lengths (measured)."""
         features = self.features(obs)  # (n, F)
         packed = features.is_cuda if packed is None else packed
         steps = torch.arange(int(lengths[0]))[:, None] < torch.as_tensor(lengths)  # (L, S), True where a sequence has a step
-        if not packed:
+        if packed:
+            x = nn.utils.rnn.PackedSequence(features, steps.sum(1))
+        else:
             index = steps.flatten().nonzero()[:, 0].to(features.device)  # (n,), the real steps among the L * S
-            padded = features.new_full((steps.numel(), features.shape[1]), pad).index_copy(0, index, features)
-            padded = padded.view(*steps.shape, -1)  # (L, S, F)
+            x = (
+                features.new_full((steps.numel(), features.shape[1]), pad).index_copy(0, index, features).view(*steps.shape, -1)
+            )  # (L, S, F)
         memories, next_state = [], torch.empty_like(state) if packed else None
         for k, (lstm, (h, c)) in enumerate(zip(self.lstms, state, strict=True)):  # h, c: (layers, S, H)
+            memory, last = lstm(x, (h, c))
+            memories.append(memory.data if packed else memory.flatten(0, 1).index_select(0, index))  # (n, H)
             if packed:
-                memory, last = lstm(nn.utils.rnn.PackedSequence(features, steps.sum(1)), (h, c))
                 next_state[k] = torch.stack(last).detach()
-                memories.append(memory.data)  # (n, H)
-            else:
-                memory, _ = lstm(padded, (h, c))  # (L, S, H)
-                memories.append(memory.flatten(0, 1).index_select(0, index))  # (n, H)
         return *self.heads(features, memories, obs[-1]), next_state
 
 
@@ -547,8 +525,7 @@ def summed(x, op=dist.ReduceOp.SUM):
 
 
 def update_statistics(stats, batch):
-    """Merge the rows of `batch` (n, *shape), of all processes, into `stats`, the running count, mean and variance (3, *shape), in place
-    (Chan et al. 1979)."""
+    """Merge the rows of `batch` (n, *shape), of all processes, into the running count, mean and variance (3, *shape) (Chan et al. 1979)."""
     count, mean, var = stats.clone()
     n, batch = summed(torch.tensor(len(batch), device=stats.device)), batch.double()
     if n and stats.numel():
@@ -579,52 +556,48 @@ class Rollout(NamedTuple):
 @torch.no_grad()
 def collect(envs, agent, carry, num_steps):
     """Act for `num_steps`. `carry` is what acting hands from one rollout to the next: the observations, of each leaf (N, *shape) and the
-    action mask (N, A, P) last; whether they are final ones, of episodes that have ended (N,); and the state before them, zero at an
-    episode's start. Returns the rollout, the carry after it, and the ended episodes as (slot, return, length)."""
-    action_space, device = envs.single_action_space, carry[2].device
-    next_obs, next_done, next_state = carry
+    action mask (N, A, P) last, and the state before them, zero at an episode's start; `envs.done` (N,) says which are final ones.
+    Returns the rollout, the carry after it, and the ended episodes as (slot, return, length)."""
+    action_space, (next_obs, next_state) = envs.single_action_space, carry
     rows, episodes = [], []
     for t in range(num_steps):
-        obs, valid = next_obs, ~next_done
+        obs, next_done = next_obs, envs.done
         policy, value, next_state = agent.step(obs, next_state)
         if next_done.any():  # this slot's observation is a final one, so the next slot starts an episode
             next_state[..., torch.as_tensor(next_done), :] = 0
         action = sampled_action(action_space, policy)
         next_obs, reward, termination, truncation, _ = envs.step(env_action(action_space, action))
-        next_done = termination | truncation
-        rows.append((obs, action, policy, value, reward, termination, truncation, valid))
-        episodes += [(t, envs.episode_return[i], envs.episode_length[i]) for i in np.flatnonzero(next_done)]
+        rows.append((obs, action, policy, value, reward, termination, truncation, ~next_done))
+        episodes += [(t, envs.episode_return[i], envs.episode_length[i]) for i in np.flatnonzero(envs.done)]
     _, last_value, _ = agent.step(next_obs, next_state)
-
     obs, actions, policies, values, *flags = zip(*rows, strict=True)
     logprobs, _ = logprob_and_entropy(action_space, torch.cat(policies), torch.cat(actions))  # (T * N,), one call for all steps
-    obs = tuple(torch.as_tensor(np.stack(leaf), device=device) for leaf in zip(*obs, next_obs, strict=True))
+    obs = tuple(torch.as_tensor(np.stack(leaf), device=next_state.device) for leaf in zip(*obs, next_obs, strict=True))
     tensors = obs, torch.stack(actions), logprobs.view(num_steps, -1), torch.stack([*values, last_value])
-    rollout = Rollout(*tensors, *map(np.stack, flags), initial_state=carry[2])
-    return rollout, (next_obs, next_done, next_state), episodes
+    rollout = Rollout(*tensors, *map(np.stack, flags), initial_state=carry[1])
+    return rollout, (next_obs, next_state), episodes
 
 
-def scaled_rewards(agent, rollout, discounted_return, gamma):
-    """The rewards (T, N) divided by the running std of the discounted return, clipped to +-10, and the discounted return (N,) of each
-    running episode, at first that of the rollout before; the slot behind an episode's end, which is not valid, clears it, after a
+def with_scaled_rewards(agent, rollout, discounted_return, gamma):
+    """The rollout with rewards divided by the running std of the discounted return and clipped to +-10, and the discounted return (N,) of
+    each running episode, at first that of the rollout before; the slot behind an episode's end, which is not valid, clears it, after a
     truncation too. The statistics are updated first: they do not touch the policy."""
     returns = np.zeros_like(rollout.rewards)
     for t in range(len(returns)):
         returns[t] = discounted_return = (discounted_return * gamma + rollout.rewards[t]) * rollout.valid[t]
     update_statistics(agent.return_stats, torch.as_tensor(returns[rollout.valid]).to(agent.return_stats.device))
-    return np.clip(rollout.rewards / (agent.return_stats[2].item() + 1e-8) ** 0.5, -10, 10), discounted_return
+    scaled = np.clip(rollout.rewards / (agent.return_stats[2].item() + 1e-8) ** 0.5, -10, 10)
+    return rollout._replace(rewards=scaled), discounted_return
 
 
 def gae(rewards, values, terminations, truncations, gamma, gae_lambda):
     """Advantages (T, N) by generalised advantage estimation (Schulman et al. 2016), from rewards and flags (T, N) and values (T + 1, N).
-    The value in the slot after an episode's last step is the final observation's, under the state carried to it: a truncation
-    bootstraps from it, a termination does not, and neither passes advantage back from the next episode. Slots that are not valid
-    mean nothing."""
-    ended = terminations | truncations
+    The value in the slot after an episode's last step is the final observation's, under the state carried to it: a truncation bootstraps
+    from it, a termination does not, and neither passes advantage back from the next episode. Slots that are not valid mean nothing."""
     deltas = rewards + gamma * np.where(terminations, 0.0, values[1:]) - values[:-1]
     advantages, advantage = np.zeros_like(rewards), 0.0
     for t in reversed(range(len(rewards))):  # where, not 0 x: a final observation's value may be NaN
-        advantages[t] = advantage = deltas[t] + gamma * gae_lambda * np.where(ended[t], 0.0, advantage)
+        advantages[t] = advantage = deltas[t] + gamma * gae_lambda * np.where(terminations[t] | truncations[t], 0.0, advantage)
     return advantages
 
 
@@ -639,15 +612,13 @@ class Sequences(NamedTuple):
 
 
 def whole_sequences(valid, recurrent=True):
-    """The whole sequences of a rollout: the longest runs of valid slots (T, N) in each environment. Each starts at slot 0
-    or at an episode's start and ends at the last slot or with its episode, so no state is ever reset inside one. Without
-    recurrence a sequence is a step."""
+    """The whole sequences of a rollout: the longest runs of valid slots (T, N) of each environment, or each valid slot without recurrence.
+    A sequence starts at slot 0 or at an episode's start and ends at the last slot or with its episode: no state is reset inside one."""
     if not recurrent:
         start, env = np.nonzero(valid)
         return Sequences(env, start, np.ones_like(env), np.zeros_like(env))
     edges = np.diff(np.pad(valid.T.astype(np.int8), ((0, 0), (1, 1))))  # (N, T + 1), 1 where a run starts, -1 behind its end
-    env, start = np.nonzero(edges == 1)
-    end = np.nonzero(edges == -1)[1]
+    (env, start), (_, end) = np.nonzero(edges == 1), np.nonzero(edges == -1)
     return Sequences(env, start, end - start, np.zeros_like(env))
 
 
@@ -658,8 +629,7 @@ def balanced_groups(lengths, num_groups, rng, draws=8):
     candidates = []
     for _ in range(draws):
         group = np.zeros(len(lengths), int)
-        steps = [(0, g) for g in range(num_groups)]
-        rows, longest = [0] * num_groups, [0] * num_groups
+        steps, rows, longest = [(0, g) for g in range(num_groups)], [0] * num_groups, [0] * num_groups
         for i in np.argsort(-lengths * rng.uniform(0.7, 1.0, len(lengths))):
             count, g = steps[0]
             heapq.heapreplace(steps, (count + lengths[i], g))
@@ -746,18 +716,15 @@ def ppo_losses(args, newlogprob, entropy, newvalue, oldlogprob, oldvalue, advant
     if args.clip_vloss:
         v_clipped = oldvalue + (newvalue - oldvalue).clamp(-args.clip_coef, args.clip_coef)
         v_loss = torch.max(v_loss, (v_clipped - returns) ** 2)
-    with torch.no_grad():
-        old_approx_kl = (-logratio).sum()
-        approx_kl = (ratio - 1 - logratio).sum()
-        clipped = ((ratio - 1).abs() > args.clip_coef).sum()
+    logratio, ratio = logratio.detach(), ratio.detach()
+    old_approx_kl, approx_kl, clipped = (-logratio).sum(), (ratio - 1 - logratio).sum(), ((ratio - 1).abs() > args.clip_coef).sum()
     return pg_loss, 0.5 * v_loss.sum(), entropy.sum(), old_approx_kl, approx_kl, clipped
 
 
 def update(agent, optimizer, rollout, advantages, args, rng):
     """All epochs over one rollout, whose rewards are scaled already. Returns the metrics to log; losses are means over all steps
     learnt from. With --recompute-adv, `advantages` (T, N) are those of the first epoch (Andrychowicz et al. 2021, section 3.5)."""
-    T, N = rollout.valid.shape
-    device = rollout.values.device
+    N, device = rollout.valid.shape[1], rollout.values.device
     b_obs, b_actions, b_logprobs = tuple(x.flatten(0, 1) for x in rollout.obs), rollout.actions.flatten(0, 1), rollout.logprobs.flatten()
     b_values = rollout.values[:-1].flatten()
     b_valid = torch.as_tensor(rollout.valid.flatten(), device=device)
@@ -772,8 +739,7 @@ def update(agent, optimizer, rollout, advantages, args, rng):
         newlogprob, entropy = logprob_and_entropy(agent.action_space, policy, b_actions[mb_inds])
         return mb_inds, newlogprob, entropy, newvalue
 
-    sums, mb_sizes, padded_sizes = torch.zeros(6, device=device), [], []
-    values = rollout.values
+    sums, mb_sizes, padded_sizes, values = torch.zeros(6, device=device), [], [], rollout.values
     for epoch in range(args.update_epochs):
         if epoch and args.recompute_adv:
             values = current_values(agent, b_obs, rollout)
@@ -803,8 +769,7 @@ def update(agent, optimizer, rollout, advantages, args, rng):
             losses = ppo_losses(args, newlogprob, entropy, newvalue, *old, mb_advantages, b_returns[mb_inds])
             pg_loss, v_loss, entropy_sum, _, approx_kl, _ = losses
             # A step weighs the same in a small minibatch as in a large one: the sum is divided by the nominal size.
-            own_size = torch.tensor(len(mb_inds), device=device)
-            size = num_valid / len(minibatches) if args.loss_norm == "nominal" else summed(own_size)
+            size = num_valid / M if args.loss_norm == "nominal" else summed(torch.tensor(len(mb_inds), device=device))
             loss = (pg_loss - args.ent_coef * entropy_sum + args.vf_coef * v_loss) / size
             optimizer.zero_grad()
             loss.backward()
@@ -813,8 +778,8 @@ def update(agent, optimizer, rollout, advantages, args, rng):
                 nn.utils.vector_to_parameters(summed(nn.utils.parameters_to_vector(gradients)), gradients)
             if not nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm).isfinite():
                 bad = [name for name, x in zip(("policy loss", "value loss", "entropy"), losses, strict=False) if not x.isfinite()]
-                where = f"the {bad[0] if bad else 'gradient'} in epoch {epoch} is not finite"
-                fail(f"{where}: the weights are as they were before; lower --learning-rate or --max-grad-norm", 1)
+                what = f"the {bad[0] if bad else 'gradient'} in epoch {epoch} is not finite"
+                fail(f"{what}: the weights are as they were before; lower --learning-rate or --max-grad-norm", 1)
             optimizer.step()
             sums += torch.stack([x.detach().to(sums.dtype) for x in losses])
             epoch_kl += approx_kl.detach()
@@ -822,7 +787,6 @@ def update(agent, optimizer, rollout, advantages, args, rng):
             padded_sizes.append(len(rows) * pieces.length[rows].max())
         if args.target_kl is not None and summed(epoch_kl) / num_valid > args.target_kl:
             break
-
     padding = 0.0 if device.type == "cuda" else 1 - sum(mb_sizes) / sum(padded_sizes)
     sums, mb_sizes = summed(sums), summed(torch.tensor(mb_sizes, device=device)).tolist()
     names = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
@@ -835,23 +799,21 @@ def update(agent, optimizer, rollout, advantages, args, rng):
 # -------------------------------------------------------------------------------------------------------- evaluation
 @torch.no_grad()
 def evaluate(agent, args, deterministic=True, video_dir=None):
-    """Undiscounted returns (--eval-episodes,) of whole episodes, one for each of the seeds FIRST_EVAL_SEED, FIRST_EVAL_SEED + 1, ...
-    The state is carried through an episode and is zero at its start."""
-    episodes = args.eval_episodes
-    returns = np.zeros(episodes)
+    """Undiscounted returns (--eval-episodes,) of whole episodes, of the seeds FIRST_EVAL_SEED, FIRST_EVAL_SEED + 1, ... The state is
+    carried through an episode and is zero at its start."""
+    episodes, returns = args.eval_episodes, np.zeros(args.eval_episodes)
     num_envs = min(args.num_envs, episodes) if args.vec_env != "envpool" else episodes  # its seeds are given but once
     envs = make_envs(replace(args, num_envs=num_envs), [FIRST_EVAL_SEED + i for i in range(num_envs)], video_dir)
     for first in range(0, episodes, envs.num_envs):
         numbers = first + np.arange(envs.num_envs)  # in the last round, numbers beyond `episodes` are run and not counted
         obs, _ = envs.reset(seed=[FIRST_EVAL_SEED + int(i) for i in numbers])
-        state = agent.initial_state(envs.num_envs)
-        running = numbers < episodes
+        state, running = agent.initial_state(envs.num_envs), numbers < episodes
         while running.any():
             policy, _, state = agent.step(obs, state)
             action = sampled_action(envs.single_action_space, policy, deterministic)
-            obs, reward, termination, truncation, _ = envs.step(env_action(envs.single_action_space, action))
+            obs, reward, *_ = envs.step(env_action(envs.single_action_space, action))
             returns[numbers[running]] += reward[running]
-            running &= ~(termination | truncation)
+            running &= ~envs.done
     envs.close()
     return returns
 
@@ -907,7 +869,7 @@ def train(args):
     if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     state = loaded(args.resume, "checkpoint.pt") if args.resume else {"iteration": 0, "wandb": None}
-    first_iteration = state["iteration"]
+    first_iteration, wandb_id = state["iteration"], state["wandb"]
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)  # the same weights in every process
@@ -929,14 +891,12 @@ def train(args):
         torch.set_rng_state(state["torch_rng"])
     if rank:
         torch.manual_seed(int(rng.integers(2**31)))  # other actions in every process
-    carry = envs.reset(seed=seeds)[0], np.zeros(share.num_envs, bool), agent.initial_state(share.num_envs)
-
+    carry = envs.reset(seed=seeds)[0], agent.initial_state(share.num_envs)
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
-    last_returns, discounted_return, warned = [], np.zeros(share.num_envs), False
-    writer, eval_returns, wandb_id = None, np.zeros(0), state["wandb"]
-    steps = {"total": num_iterations * batch_size, "initial": first_iteration * batch_size, "unit": " steps"}
-    bar = tqdm(**steps, disable=rank or not sys.stderr.isatty())
+    last_returns, discounted_return, warned, writer, eval_returns = [], np.zeros(share.num_envs), False, None, np.zeros(0)
+    first_step, last_step = first_iteration * batch_size, num_iterations * batch_size
+    bar = tqdm(total=last_step, initial=first_step, unit=" steps", disable=rank or not sys.stderr.isatty())
 
     def boundary(iteration):  # all that a run needs to go on behind `iteration` iterations: plain types and tensors only
         plain = {"iteration": iteration, "args": vars(replace(args, resume=None)), "wandb": wandb_id}
@@ -951,11 +911,10 @@ def train(args):
                 import wandb
 
                 where = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": os.path.basename(run_dir)}
-                run = wandb.init(**where, id=wandb_id, resume="allow", config=vars(args), sync_tensorboard=True, save_code=True)
-                wandb_id = run.id
-            writer = SummaryWriter(run_dir, purge_step=first_iteration * batch_size + 1 if args.resume else None)
+                wandb_id = wandb.init(**where, id=wandb_id, resume="allow", config=vars(args), sync_tensorboard=True, save_code=True).id
+            writer = SummaryWriter(run_dir, purge_step=first_step + 1 if args.resume else None)
             table = "\n".join(f"|{key}|{value}|" for key, value in vars(args).items())
-            writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", first_iteration * batch_size)
+            writer.add_text("hyperparameters", f"|param|value|\n|-|-|\n{table}", first_step)
         start_time = last_print = time.time()
         for iteration in range(first_iteration, num_iterations):
             if rank == 0 and args.checkpoint_interval and iteration % args.checkpoint_interval == 0:
@@ -963,13 +922,11 @@ def train(args):
             global_step = iteration * batch_size
             if args.anneal_lr:
                 optimizer.param_groups[0]["lr"] = (1 - iteration / num_iterations) * args.learning_rate
-
             collect_start = time.time()
             rollout, carry, episodes = collect(envs, agent, carry, args.num_steps)
             update_start = time.time()
             if args.norm_reward:
-                rewards, discounted_return = scaled_rewards(agent, rollout, discounted_return, args.gamma)
-                rollout = rollout._replace(rewards=rewards)
+                rollout, discounted_return = with_scaled_rewards(agent, rollout, discounted_return, args.gamma)
             values = rollout.values.cpu().numpy()
             advantages = gae(rollout.rewards, values, rollout.terminations, rollout.truncations, args.gamma, args.gae_lambda)
             metrics = update(agent, optimizer, rollout, advantages, args, rng)
@@ -977,7 +934,6 @@ def train(args):
                 update_statistics(agent.obs_stats, agent.float_obs([x[:-1][torch.as_tensor(rollout.valid)] for x in rollout.obs]))
             update_end = time.time()
             last_state = boundary(iteration + 1)
-
             if rank:
                 continue
             for t, episodic_return, episodic_length in episodes:
@@ -985,7 +941,7 @@ def train(args):
                 writer.add_scalar("charts/episodic_length", episodic_length, global_step + (t + 1) * args.num_envs)
                 last_returns = [*last_returns, episodic_return][-100:]
             global_step += batch_size
-            sps = int((global_step - first_iteration * batch_size) / (update_end - start_time))
+            sps = int((global_step - first_step) / (update_end - start_time))
             metrics |= {"charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/SPS": sps}
             metrics |= {"time/collect": update_start - collect_start, "time/update": update_end - update_start}
             if metrics.get("charts/minibatches", args.num_minibatches) < args.num_minibatches and not warned:
@@ -997,10 +953,9 @@ def train(args):
             bar.set_postfix_str(f"return {mean_return}")
             bar.update(batch_size)
             if bar.disable and (update_end - last_print > 5 or iteration + 1 == num_iterations):
-                left = (bar.total - global_step) / max(sps, 1)
-                print(f"step {global_step}/{bar.total}, return {mean_return} (last 100), {sps} steps/s, {left:.0f} s left", flush=True)
+                left = (last_step - global_step) / max(sps, 1)
+                print(f"step {global_step}/{last_step}, return {mean_return} (last 100), {sps} steps/s, {left:.0f} s left", flush=True)
                 last_print = update_end
-
         envs.close()
         if rank == 0:
             write_state(f"{run_dir}/checkpoint.pt", last_state)
@@ -1008,7 +963,7 @@ def train(args):
                 write_state(f"{run_dir}/model.pt", {key: last_state[key] for key in ("args", "agent")})
             if args.eval_episodes:
                 eval_returns = evaluate(agent, args)
-                writer.add_scalar("charts/eval_return", eval_returns.mean(), num_iterations * batch_size)
+                writer.add_scalar("charts/eval_return", eval_returns.mean(), last_step)
     except SystemExit as stopped:  # a signal, numbers that are not finite, an environment that failed
         if rank == 0:
             write_state(f"{run_dir}/checkpoint.pt", last_state)
@@ -1031,7 +986,7 @@ def train(args):
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    args = parsed_args()
+    args = parsed_args(sys.argv[1:])
     if args.evaluate:
         agent = load_agent(args.evaluate)
         for how in ("deterministic", "stochastic"):

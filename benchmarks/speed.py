@@ -103,7 +103,7 @@ def costs(flags):
     action = idle_envs.action_space.sample()
     agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args)
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, fused=True)
-    carry, discounted_return = ppo.first_carry(envs, agent, range(args.num_envs)), np.zeros(args.num_envs)
+    carry, discounted_return = (envs.reset(seed=1)[0], agent.initial_state(args.num_envs)), np.zeros(args.num_envs)
     shapes, run_sequences = [], agent.run_sequences
 
     def recording(obs, state, lengths, **how):
@@ -118,9 +118,10 @@ def costs(flags):
         rollout, carry, _ = ppo.collect(envs, agent, carry, args.num_steps)
         collected = time.perf_counter()
         shapes.clear()
-        rewards, discounted_return = ppo.scaled_rewards(agent, rollout, discounted_return, args.gamma)
-        rollout = rollout._replace(rewards=rewards)
-        advantages = ppo.gae(rewards, rollout.values.numpy(), rollout.terminations, rollout.truncations, args.gamma, args.gae_lambda)
+        rollout, discounted_return = ppo.with_scaled_rewards(agent, rollout, discounted_return, args.gamma)
+        advantages = ppo.gae(
+            rollout.rewards, rollout.values.numpy(), rollout.terminations, rollout.truncations, args.gamma, args.gae_lambda
+        )
         metrics = ppo.update(agent, optimizer, rollout, advantages, args, rng)
         if args.norm_obs:
             ppo.update_statistics(agent.obs_stats, agent.float_obs([x[:-1][torch.as_tensor(rollout.valid)] for x in rollout.obs]))

@@ -21,7 +21,7 @@ def table_outputs(agent, rollout, pieces, **how):
     b_obs = [x.flatten(0, 1) for x in rollout.obs]
     state = ppo.states_before(agent, b_obs, rollout.initial_state, pieces)
     rows, lengths, index = ppo.time_major(pieces, np.arange(len(pieces.env)), rollout.valid.shape[1])
-    policy, value, _ = agent.run_sequences(ppo.at(b_obs, index), state[..., rows, :], lengths, **how)
+    policy, value, _ = agent.run_sequences([leaf[index] for leaf in b_obs], state[..., rows, :], lengths, **how)
     return policy, value, index
 
 
@@ -175,7 +175,7 @@ def test_actions_are_clipped_for_the_environment_only():
     agent.logstd.data.fill_(3.0)  # a std of 20 against bounds of +-2
     sent, step = [], envs.step
     envs.step = lambda action: (sent.append(action), step(action))[1]
-    rollout, _, _ = ppo.collect(envs, agent, ppo.first_carry(envs, agent, range(3)), 20)
+    rollout, _, _ = ppo.collect(envs, agent, (envs.reset(seed=[0, 1, 2])[0], agent.initial_state(3)), 20)
     raw = rollout.actions.numpy()
     assert np.abs(raw).max() > 10
     assert np.allclose(np.stack(sent), (2 * raw).clip(-2, 2))  # in units of the bounds

@@ -14,10 +14,10 @@ def rollouts(env_id, count, *flags, agent=None):
     a = args("--env-id", env_id, *flags)
     envs = ppo.make_envs(a)
     agent = agent or make_agent(a)
-    carry, results = ppo.first_carry(envs, agent, range(a.num_envs)), []
+    carry, results = (envs.reset(seed=range(a.num_envs))[0], agent.initial_state(a.num_envs)), []
     for _ in range(count):
         rollout, carry, episodes = ppo.collect(envs, agent, carry, a.num_steps)
-        results.append((rollout, carry, episodes))
+        results.append((rollout, (*carry, envs.done), episodes))
     return a, agent, results
 
 
@@ -60,7 +60,7 @@ def test_the_state_is_zero_at_episode_starts_and_nowhere_else():
     step = agent.step
     agent.step = lambda obs, state: (states.append(state.clone()), step(obs, state))[1]
     envs = make_envs("Three-v0", 2)
-    rollout, carry, episodes = ppo.collect(envs, agent, ppo.first_carry(envs, agent, range(2)), 10)
+    rollout, carry, episodes = ppo.collect(envs, agent, (envs.reset(seed=[0, 1])[0], agent.initial_state(2)), 10)
     assert (~rollout.valid[:, 0]).nonzero()[0].tolist() == [3, 7]
     zero = [t for t, state in enumerate(states) if not state.any()]
     assert zero == [0, 4, 8] and [t for t, state in enumerate(states) if not state[..., 0, :].any()] == zero
@@ -73,7 +73,7 @@ def test_the_state_is_zero_at_episode_starts_and_nowhere_else():
     rollout, _, _ = ppo.collect(envs, agent, carry, 10)
     table = ppo.whole_sequences(rollout.valid)
     rebuilt = ppo.states_before(agent, [x.flatten(0, 1) for x in rollout.obs], rollout.initial_state, table)
-    assert torch.equal(rebuilt[..., table.start == 0, :], carry.next_state) and carry.next_state.any()
+    assert torch.equal(rebuilt[..., table.start == 0, :], carry[1]) and carry[1].any()
     assert not rebuilt[..., table.start > 0, :].any()
 
 
@@ -81,7 +81,7 @@ def test_an_episode_that_ends_on_the_rollouts_last_step():
     """The next rollout's slot 0 is the ignored one, and the state is zero from slot 1."""
     _, agent, results = rollouts("Three-v0", 2, "--num-steps", "3")
     (first, carry, _), (second, _, _) = results
-    assert first.valid.all() and carry.next_done.all()
+    assert first.valid.all() and carry[2].all()
     assert second.valid[:, 0].tolist() == [False, True, True]
     assert second.obs[0][0, :, 0].tolist() == [3, 3, 3] and second.obs[0][1, :, 0].tolist() == [0, 0, 0]
     table = ppo.whole_sequences(second.valid)
@@ -95,7 +95,17 @@ def test_the_environments_reset_on_the_next_step_also_where_gymnasium_has_a_clas
         assert make_envs(env_id, 2).metadata["autoreset_mode"] is gym.vector.AutoresetMode.NEXT_STEP
 
 
-@pytest.mark.parametrize("no_vel_id, base_id, hidden", [(k, *v) for k, v in ppo.NO_VEL.items()])
+@pytest.mark.parametrize(
+    "no_vel_id, base_id, hidden",
+    [
+        ("PendulumNoVel-v1", "Pendulum-v1", [2]),
+        ("CartPoleNoVel-v1", "CartPole-v1", [1, 3]),
+        ("MountainCarNoVel-v0", "MountainCar-v0", [1]),
+        ("MountainCarContinuousNoVel-v0", "MountainCarContinuous-v0", [1]),
+        ("LunarLanderNoVel-v3", "LunarLander-v3", [2, 3, 5]),
+        ("LunarLanderContinuousNoVel-v3", "LunarLanderContinuous-v3", [2, 3, 5]),
+    ],
+)
 def test_no_vel_environments_hide_the_velocities_and_keep_the_time_limit(no_vel_id, base_id, hidden):
     if "LunarLander" in base_id:
         pytest.importorskip("Box2D")
@@ -148,7 +158,7 @@ def test_a_truncation_bootstraps_from_the_final_observation():
     for env_id, last in (("Truncated5-v0", 1 + 0.9 * 5), ("Terminated5-v0", 1.0)):
         agent = make_agent(args("--env-id", env_id))
         step = agent.step
-        agent.step = lambda obs, state, step=step: (step(obs, state)[0], obs[0][:, 0], step(obs, state)[2])
+        agent.step = lambda obs, state, step=step: (step(obs, state)[0], torch.as_tensor(obs[0][:, 0]), step(obs, state)[2])
         _, _, results = rollouts(env_id, 2, "--num-steps", "8", agent=agent)
         for rollout, _, _ in results:
             values = rollout.values.numpy()
@@ -163,9 +173,9 @@ def test_the_value_of_a_final_observation_uses_the_state_carried_to_it():
     state = rollout.initial_state
     for t in range(5):
         _, value, state = agent.step([x[t] for x in rollout.obs], state)
-    _, value, _ = agent.step(ppo.as_tensors(carry.next_obs, "cpu"), state)
+    _, value, _ = agent.step(carry[0], state)
     assert rollout.truncations[4].all() and torch.allclose(rollout.values[5], value)
-    _, from_zero, _ = agent.step(ppo.as_tensors(carry.next_obs, "cpu"), torch.zeros_like(state))
+    _, from_zero, _ = agent.step(carry[0], torch.zeros_like(state))
     assert not torch.isclose(value, from_zero).any()
 
 
@@ -216,16 +226,16 @@ def test_reward_scaling_clears_at_every_episode_end_and_skips_ignored_steps():
         _, agent, results = rollouts(env_id, 2)
         running = np.zeros(3)
         for rollout, _, _ in results:
-            scaled, running = ppo.scaled_rewards(agent, rollout, running, 0.9)
+            scaled, running = ppo.with_scaled_rewards(agent, rollout, running, 0.9)
         expected = [sum(0.9**k for k in range(t + 1)) for t in range(5)]  # the discounted return at the steps of an episode
         steps = [slot % 6 for slot in range(22) if slot % 6 < 5] * 3
         std = np.std([expected[t] for t in steps])
         assert np.allclose(agent.return_stats[2], std**2) and agent.return_stats[0] == len(steps)
-        assert np.allclose(scaled[rollout.valid], np.minimum(1 / std, 10))
+        assert np.allclose(scaled.rewards[rollout.valid], np.minimum(1 / std, 10))
         scales.append(agent.return_stats)
     assert torch.equal(*scales)
     rollout.rewards[3], agent.return_stats[0] = -1e6, 1e12
-    assert ppo.scaled_rewards(agent, rollout, running, 0.9)[0][3].tolist() == [-10.0] * 3
+    assert ppo.with_scaled_rewards(agent, rollout, running, 0.9)[0].rewards[3].tolist() == [-10.0] * 3
 
 
 def test_observation_statistics_are_those_of_valid_steps():

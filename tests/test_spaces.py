@@ -82,7 +82,7 @@ def test_the_agent_sees_the_last_action_as_sent_and_the_last_reward(env_id):
     """The environment observes the same itself, zeros at an episode's start; so do final observations and the rollout after."""
     a = args("--env-id", env_id, "--prev-action", "--prev-reward")
     envs, agent = ppo.make_envs(a), make_agent(a)
-    carry = ppo.first_carry(envs, agent, range(3))
+    carry = envs.reset(seed=[0, 1, 2])[0], agent.initial_state(3)
     for _ in range(2):
         rollout, carry, _ = ppo.collect(envs, agent, carry, 11)
         own, prev_action, prev_reward, _ = rollout.obs

@@ -78,8 +78,16 @@ def test_a_run_killed_at_any_moment_goes_on_and_its_log_has_each_step_once():
         assert [e.step for e in log.Scalars(tag)] == list(range(128, 128 * (max(reached) + 20) + 1, 128))
 
 
-def test_a_resumed_run_has_the_weights_statistics_optimiser_and_random_states_it_had():
-    a = args(*SMALL, "--total-timesteps", "256", "--norm-obs")
+def test_a_resumed_run_has_the_weights_statistics_optimiser_and_random_states_it_had(monkeypatch):
+    """And other environment seeds, none of them an evaluation seed."""
+    seeds, reset = [], ppo.AgentInputs.reset
+
+    def resetting(envs, *, seed):
+        seeds.append(seed)
+        return reset(envs, seed=seed)
+
+    monkeypatch.setattr(ppo.AgentInputs, "reset", resetting)
+    a = args(*SMALL, "--total-timesteps", "256", "--norm-obs", "--eval-episodes", "0")
     agent, _, _, run_dir = recorded_train(a)
     kept = ppo.loaded(run_dir, "checkpoint.pt")
     seen, update = [], ppo.update
@@ -100,7 +108,7 @@ def test_a_resumed_run_has_the_weights_statistics_optimiser_and_random_states_it
     assert numpy_rng == kept["numpy_rng"] and not torch.equal(
         resumed.logstd if resumed.logstd else weights["actor.0.weight"], 0 * weights["actor.0.weight"]
     )
-    assert ppo.env_seeds(a, iteration=2) != ppo.env_seeds(a)
+    assert len(seeds) == 2 and not set(seeds[0]) & set(seeds[1]) and max(seeds[0] + seeds[1]) < ppo.FIRST_EVAL_SEED
 
 
 def test_arguments_that_contradict_the_run_are_named_and_refused(capfd):

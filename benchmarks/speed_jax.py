@@ -29,10 +29,10 @@ def recurrence():
     """Forward and backward by the written-out backward pass against autodiff of the same scan."""
     for L, B, H in ((128, 16, 64), (200, 32, 64), (128, 1, 128), (128, 4, 128)):
         keys = jax.random.split(jax.random.PRNGKey(0), 4)
-        weights = jax.random.normal(keys[0], (1, H, 4 * H)) / H**0.5
-        inputs = jax.random.normal(keys[1], (L, 1, B, 4 * H))
-        keep, state = jax.random.bernoulli(keys[2], 0.98, (L, B)), jnp.zeros((1, B, H))
-        towards = jax.random.normal(keys[3], (L, 1, B, H))
+        weights = jax.random.normal(keys[0], (H, 4 * H)) / H**0.5
+        inputs = jax.random.normal(keys[1], (L, B, 4 * H))
+        keep, state = jax.random.bernoulli(keys[2], 0.98, (L, B)), jnp.zeros((B, H))
+        towards = jax.random.normal(keys[3], (L, B, H))
 
         def loss(function, weights, inputs, keep=keep, state=state, towards=towards):
             return (function(weights, inputs, keep, state, state)[0] * towards).sum()

@@ -180,26 +180,25 @@ def test_pieces_have_the_gradient_that_pytorchs_pieces_have():
 
 
 # ---------------------------------------------------------------------------------------------------------- recurrence
-@pytest.mark.parametrize("K", [1, 2])
-def test_the_recurrences_gradient_is_that_of_autodiff(K):
+def test_the_recurrences_gradient_is_that_of_autodiff():
     """Against the cell written out with sigmoids, to 1e-5, resets included; a NaN in a lane stays behind the reset."""
     L, B, H = 17, 3, 5
     rng = np.random.default_rng(0)
-    weights, inputs, h, c = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((K, H, 4 * H), (L, K, B, 4 * H), (K, B, H), (K, B, H)))
+    weights, inputs, h, c = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((H, 4 * H), (L, B, 4 * H), (B, H), (B, H)))
     keep = jnp.asarray(rng.random((L, B)) > 0.2)
 
     def naive(weights, inputs, h, c):
         outputs = []
         for t in range(L):
             h, c = (x * keep[t][:, None] for x in (h, c))
-            i, f, g, o = jnp.split(inputs[t] + jnp.einsum("kbh,khg->kbg", h, weights), 4, -1)
+            i, f, g, o = jnp.split(inputs[t] + h @ weights, 4, -1)
             c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
             h = jax.nn.sigmoid(o) * jnp.tanh(c)
             outputs.append(h)
         return jnp.stack(outputs)
 
     def loss(run):
-        return lambda *x: (run(*x) ** 2 * jnp.arange(1.0, L + 1)[:, None, None, None]).sum()
+        return lambda *x: (run(*x) ** 2 * jnp.arange(1.0, L + 1)[:, None, None]).sum()
 
     ours = jax.grad(loss(lambda w, x, h, c: jppo.recurrence(w, x, keep, h, c)[0]), (0, 1, 2, 3))(weights, inputs, h, c)
     expected = jax.grad(loss(naive), (0, 1, 2, 3))(weights, inputs, h, c)

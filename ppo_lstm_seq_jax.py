@@ -1214,7 +1214,8 @@ def train(args):
     envs = make_envs(args, env_seeds(args, first_iteration), f"{run_dirs[0]}/videos" if args.capture_video else None)
     agent = Agent(envs.single_observation_space, envs.single_action_space, args)
     keys = jnp.stack([jax.random.fold_in(jax.random.PRNGKey(seed), first_iteration) for seed in seeds])
-    learner = jax.jit(jax.vmap(functools.partial(fresh_learner, agent, args)))(keys)
+    fresh = jax.jit(functools.partial(fresh_learner, agent, args))
+    learner = jax.tree.map(lambda *x: jnp.stack(x), *map(fresh, keys))  # not by vmap: XLA's CPU runtime hangs on batches of QR (seen)
     if args.resume:
         learner = jax.tree.map(lambda x: jnp.asarray(x)[None], restored(agent, args, state))
         learner = learner._replace(discounted_return=jnp.zeros((1, args.num_envs)))

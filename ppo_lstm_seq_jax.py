@@ -520,20 +520,20 @@ def recurrence_backward(saved, gradients):
     c_before = jnp.where(keep, jnp.concatenate([c[None], cs[:-1]]), 0)
     i, f, g, o = jnp.split(gates, 4, -1)
     tanh_c = jnp.tanh(cs)
-    c_from_h = o * (1 - tanh_c**2)  # dc gains this x dh
+    c_from_h, c_from_c = o * (1 - tanh_c**2), jnp.where(keep, f, 0)  # dc gains the first x dh, and passes on the second x dc
     gate_factors = jnp.concatenate([g * i * (1 - i), c_before * f * (1 - f), i * (1 - g**2), tanh_c * o * (1 - o)], -1)
 
     def step(later, now):
         dh_later, dc_later = later
-        dh_output, keep, c_from_h, gate_factors, f = now
+        dh_output, keep, c_from_h, c_from_c, gate_factors = now
         dh = dh_later + dh_output
         dc = dc_later + dh * c_from_h
         d_gates = jnp.concatenate([dc, dc, dc, dh], -1) * gate_factors  # (B, 4H)
         dh_before = d_gates @ weights.T
-        return (jnp.where(keep, dh_before, 0), jnp.where(keep, dc * f, 0)), d_gates
+        return (jnp.where(keep, dh_before, 0), dc * c_from_c), d_gates
 
     nothing = jnp.zeros_like(h)
-    (dh, dc), d_inputs = jax.lax.scan(step, (nothing, nothing), (gradients[0], keep, c_from_h, gate_factors, f), reverse=True)
+    (dh, dc), d_inputs = jax.lax.scan(step, (nothing, nothing), (gradients[0], keep, c_from_h, c_from_c, gate_factors), reverse=True)
     return jnp.einsum("lbh,lbg->hg", h_before, d_inputs), d_inputs, None, dh, dc
 
 

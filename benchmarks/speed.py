@@ -1,6 +1,7 @@
-"""Speed, side by side: `python benchmarks/speed.py {peers,costs}`. Compare ratios, not seconds: the contestants take turns in one
-process, and each figure is a median. `peers` needs `pip install sb3-contrib`."""
+"""Speed, side by side: `python benchmarks/speed.py {peers,costs,envs}`. Compare ratios, not seconds: the contestants take turns in one
+process, and each figure is a median. `peers` needs `pip install sb3-contrib`, `envs` needs `pip install envpool`."""
 
+import os
 import statistics
 import sys
 import tempfile
@@ -145,11 +146,27 @@ def costs(flags):
     print(f"    time/collect = {statistics.median(collect_ratios):.2f} x stepping the environments")
 
 
+def envs_alone():
+    """Environment steps per second of 32 environments with random actions, without an agent: `--vec-env envpool` against `sync`."""
+    for env_id in ("PendulumNoVel-v1", "BipedalWalker-v3"):
+        seconds, contestants = {"sync": [], "envpool": []}, {}
+        for vec_env in seconds:
+            contestants[vec_env] = ppo.make_envs(ppo.parsed_args(["--env-id", env_id, "--num-envs", "32", "--vec-env", vec_env]))
+            contestants[vec_env].reset(seed=list(range(32)))
+        actions = [contestants["sync"].action_space.sample() for _ in range(300)]
+        for _ in range(2 * ROUNDS):
+            for vec_env, envs in contestants.items():
+                start = time.perf_counter()
+                for action in actions:
+                    envs.step(action)
+                seconds[vec_env].append((time.perf_counter() - start) / len(actions) / 32)
+        sync, envpool = (statistics.median(x) for x in seconds.values())
+        print(f"{env_id}, 32 environments: sync {1 / sync:.0f} steps/s, envpool {1 / envpool:.0f} steps/s, {sync / envpool:.1f} x")
+
+
 if __name__ == "__main__":
     script, what, *flags = sys.argv
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        import os
-
         os.chdir(folder)
-        peers() if what == "peers" else costs(flags)
+        {"peers": peers, "costs": lambda: costs(flags), "envs": envs_alone}[what]()

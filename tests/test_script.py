@@ -74,6 +74,7 @@ def test_a_terminal_gets_a_progress_bar(tmp_path):
 
 
 def test_weights_and_biases_offline():
+    """Metrics, configuration and code are sent, and a resumed run is the same W&B run."""
     pytest.importorskip("wandb")
     result = run_script("--track", "--env-id", "CartPoleNoVel-v1", *SMALL, WANDB_MODE="offline")
     assert result.returncode == 0, result.stderr
@@ -81,6 +82,10 @@ def test_weights_and_biases_offline():
     (run,) = Path("wandb").glob("offline-run-*/*.wandb")
     content = run.read_bytes()
     assert b"losses/value_loss" in content and b"max_seq_len" in content and b"ppo_lstm_seq.py" in content
+    (run_dir,) = Path("runs").iterdir()
+    assert run_script("--resume", str(run_dir), "--total-timesteps", "500", WANDB_MODE="offline").returncode == 0
+    ids = [folder.name.split("-")[-1] for folder in Path("wandb").glob("offline-run-*")]
+    assert len(ids) == 2 and ids[0] == ids[1]
 
 
 def test_the_episodes_logged_are_the_episodes_ended(tmp_path):

@@ -489,7 +489,7 @@ def cell_steps(weights, inputs, keep, h, c):
     weights, inputs, offset = weights * half, inputs * half, 1 - half
 
     def step(state, now):
-        h, c = jnp.where(now[1][:, None], jnp.stack(state), 0.0)  # where, not a product: NaN x 0 is NaN
+        h, c = (jnp.where(now[1][:, None], x, 0.0) for x in state)  # where, not a product: NaN x 0 is NaN
         gates = jnp.tanh(now[0] + h @ weights) * half + offset  # (B, 4H)
         i, f, g, o = jnp.split(gates, 4, -1)
         c = f * c + i * g
@@ -534,7 +534,7 @@ def recurrence_backward(saved, gradients):
 
     nothing = jnp.zeros_like(h)
     (dh, dc), d_inputs = jax.lax.scan(step, (nothing, nothing), (gradients[0], keep, c_from_h, c_from_c, gate_factors), reverse=True)
-    return jnp.einsum("lbh,lbg->hg", h_before, d_inputs), d_inputs, None, dh, dc
+    return jnp.tensordot(h_before, d_inputs, ((0, 1), (0, 1))), d_inputs, None, dh, dc  # faster than an einsum (measured)
 
 
 recurrence.defvjp(recurrence_forward, recurrence_backward)
